@@ -1,4 +1,4 @@
-"""What the benchmarks of the whole engine share: a model, prompts, a stopwatch, and how results are told.
+"""Shared by the benchmarks of the whole engine: a model, prompts, a stopwatch, and the output of results.
 
 They run `kvtier.engine` on seeded random weights: nothing is downloaded, and every repetition computes the
 same shapes.
@@ -69,7 +69,7 @@ class Stopwatch:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def watch(self, target: object, names: Iterable[str]) -> None:
-        """Put a timer around methods of an object. What a method yields counts as well."""
+        """Put a timer around methods of an object. The time of a generator's items counts as well."""
         for name in names:
             setattr(target, name, self._timed(name, getattr(target, name)))
 
@@ -80,7 +80,7 @@ class Stopwatch:
             self.watch(engine.worker, WORKER_CALLS)
 
     def take(self) -> Seconds:
-        """Take what has been added up since last time; a call that was not made took no time."""
+        """Take the sums since the last call; a call that was not made took no time."""
         taken, self._seconds = self._seconds, defaultdict(float)
         return taken
 
@@ -111,7 +111,7 @@ def random_prompt(source: random.Random, length: int) -> list[int]:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median of values, its 95 % confidence interval and the quartiles.
 
-    The interval is that of ranks, and asks nothing of how the values are distributed.
+    The interval comes from ranks, and assumes nothing about the distribution.
     """
     ordered = sorted(values)
     low = max(0, round(len(ordered) / 2 - 0.98 * len(ordered) ** 0.5 - 0.5))
@@ -128,9 +128,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that the benchmarks share.
 
-    One thread computes unless more are asked for: torch's threads spin while they wait for each other, so on
-    a machine that does anything else at the same time, copying KV included, as many as there are cores are
-    slower than one.
+    By default one thread computes: torch's threads spin while they wait for each other, so on a machine
+    that does anything else at the same time, such as copying KV, one thread per core is slower than one
+    thread.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
@@ -139,12 +139,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def open_console(arguments: argparse.Namespace) -> Console:
-    """Return where tables go: not to stdout if the numbers go there."""
+    """Return the console for tables: not stdout if the numbers go there."""
     return Console(stderr=arguments.json == "-", highlight=False, soft_wrap=True)
 
 
 def write_json(arguments: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write the numbers where they were asked for, with what they depend on."""
+    """Write the numbers to the requested file, with the settings they depend on."""
     machine = {
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,

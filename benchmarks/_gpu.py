@@ -1,6 +1,4 @@
-"""What the benchmarks of CUDA transfers share: caches and handlers of a shape, the bare copies beside them,
-and a stopwatch.
-"""
+"""Shared by the benchmarks of CUDA transfers: caches, handlers, bare copies, and a stopwatch."""
 
 from __future__ import annotations
 
@@ -38,12 +36,12 @@ def new_stream() -> torch.cuda.Stream:
 
 
 def new_timer() -> torch.cuda.Event:
-    """Return an event that knows the device's time."""
+    """Return an event that records the device's time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def is_over(event: torch.cuda.Event) -> bool:
-    """Say whether what was before an event has been done."""
+    """Say whether all work before an event is done."""
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
@@ -55,9 +53,7 @@ class Timing(NamedTuple):
 
 
 class Rig:
-    """A cache of `refs` tensors with pages of `page` bytes, a pool with room for a job, and a pair of
-    handlers over both.
-    """
+    """A cache of `refs` tensors with pages of `page` bytes, a pool for a job, and handlers over both."""
 
     def __init__(
         self, page: int, refs: int, job_bytes: int, *, pool_jobs: int = 1, direct_bytes: int = DIRECT_BYTES
@@ -115,9 +111,7 @@ class Rig:
         return result.transfer_time
 
     def run(self, way: str, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Timing:
-        """Run one job and time it: from the call until its result is there, and nothing else, since some
-        take 20 us.
-        """
+        """Run one job and time it from the call to its result only, since some jobs take 20 us."""
         self._job += 1
         job, handler = self._job, self.handlers[way]
         spec = (gpu, cpu) if way == "store" else (cpu, gpu)
@@ -131,7 +125,7 @@ class Rig:
         return Timing(end - begin, results[0].transfer_time)
 
     def run_new(self, way: str, blocks: int, *, scattered: bool) -> Timing:
-        """Run one job with ends of its own and time it."""
+        """Run one job with newly drawn blocks and slots, and time it."""
         return self.run(way, *self.ends(blocks, scattered=scattered))
 
     def close(self) -> None:
@@ -143,9 +137,7 @@ class Rig:
 
 
 class BareCopies:
-    """Copies of the bytes of a rig's job without a handler: one large one, one DMA for each page, and a
-    kernel on some SMs.
-    """
+    """Bare copies of a rig's job: one large copy, one DMA per page, and a kernel on some SMs."""
 
     def __init__(self, rig: Rig, blocks: int) -> None:
         self._rig, self._count = rig, blocks
@@ -158,13 +150,13 @@ class BareCopies:
         self.set_blocks(1 + rig.rng.permutation(2 * rig.blocks)[:blocks])
 
     def set_blocks(self, ids: Ints) -> None:
-        """Say which blocks to copy, to or from the first slots."""
+        """Choose the blocks to copy, to or from the first slots."""
         places = self._rig.pool.rows.ctypes.data + np.arange(self._count) * self._rig.pool.slot_bytes
         self._told = torch.from_numpy(np.concatenate([ids, places])).pin_memory()
         self._ranges = self._rig.memory.pool_map.ranges(self._part.pages, ids, places)
 
     def large(self, way: str) -> None:
-        """Enqueue one copy of the same bytes. Pinned memory has seams, and a copy may not cross them."""
+        """Enqueue one large copy of the same bytes. Pinned memory has seams, which a copy may not cross."""
         seam, host = self._rig.memory.pinning.seam, self._rig.memory.pinning.address
         for at in range(0, self._bytes, seam):
             ends = (host + at, self._buffer.data_ptr() + at)
@@ -178,13 +170,13 @@ class BareCopies:
         driver.copy_ranges(dst, src, size, self.stream.cuda_stream)
 
     def kernel(self, way: str, programs: int = 12) -> Callable[[], None]:
-        """Return what enqueues a kernel that copies pages to or from the pool itself, on `programs` SMs."""
+        """Return a function that enqueues a kernel on `programs` SMs, which copies pages itself."""
         shape = Shape(programs, program_bytes=65536, warps=32)
         copy = PageCopy(self._part, DEVICE, shape, gather=way == "store")
         return partial(copy, self._told, self._count, self.stream.cuda_stream)
 
     def run(self, enqueue: Callable[[], None]) -> Timing:
-        """Run what was enqueued and time it."""
+        """Run the enqueued work and time it."""
         begin, end = new_timer(), new_timer()
         start = time.perf_counter()
         begin.record(self.stream)
@@ -195,12 +187,12 @@ class BareCopies:
 
 
 def medians(runs: Mapping[str, Callable[[], Timing]], repetitions: int) -> dict[str, Timing]:
-    """Repeat all in turns, and return the median of each time.
+    """Repeat all runs in turns, and return the median of each time.
 
-    In its turn each runs twice, of which the second counts.
+    In its turn each runs twice, and the second run counts.
 
-    A machine whose memory others use as well drifts by more than what is to be measured; and what comes
-    after something else finds caches full of that.
+    A machine whose memory others use as well drifts by more than the measured difference; and a run after
+    another one finds caches full of the other's data.
     """
     timings = [{name: (run(), run())[1] for name, run in runs.items()} for _ in range(repetitions)]
     return {

@@ -1,8 +1,8 @@
-"""An S3 server that keeps objects in memory and does nothing else, so that what is measured is the client.
+"""An S3 server that only keeps objects in memory, so that a benchmark measures the client.
 
-Servers made for tests take several milliseconds for a request: beside them all clients look alike. Objects
-are files in memory, which go out without a copy by this program; several processes answer, with `--delay MS`
-as late as a store that is further away. It prints its port, and ends with its input.
+Test servers take several milliseconds per request: with them all clients look alike. Objects here are files
+in memory, which are sent without a copy by this program; several processes answer, with `--delay MS` as
+late as a store that is further away. It prints its port, and ends when its input ends.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def send(client: socket.socket, path: Path, most: int | None, *, with_body: bool
 
 
 def serve(server: socket.socket, folder: Path, delay: float) -> None:
-    """Be one of the processes."""
+    """Run one of the processes."""
     while True:
         client, _ = server.accept()
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,8 +1,8 @@
-"""vLLM engines for benchmarks, each in the process that made it: on the CPU several may share one, of which
-one runs at a time.
+"""vLLM engines for benchmarks, each in the process that made it.
 
-vLLM keeps a process's worker-side connector in a global variable; `VllmEngine` puts its own there before it
-runs. Seeded random weights are saved to a folder first, since each engine loads them: nothing is downloaded.
+On the CPU several engines may share a process; one runs at a time. vLLM keeps a process's worker-side
+connector in a global variable; `VllmEngine` puts its own there before it runs. Seeded random weights are
+saved to a folder first, since each engine loads them: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 THREADS = 1
-"""That compute.
+"""The number of computing threads.
 
 They spin while they wait for each other: on a machine that does anything else, two are slower than one.
 """
 
-# Read when torch and vLLM are imported.
+# torch and vLLM read these when they are imported.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": str(THREADS),
@@ -55,11 +55,11 @@ SCHEDULER_HOOKS = (
     "request_finished_all_groups",
     "has_pending_push_work",
 )
-"""All that vLLM's scheduler calls of a connector while it serves."""
+"""All connector methods that vLLM's scheduler calls while it serves."""
 
 
 def save_model(folder: Path, **changes: Any) -> Path:
-    """Save a Llama with random weights, wide enough apart that rounding does not choose the tokens."""
+    """Save a Llama with random weights, far enough apart that rounding does not choose the tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(**(MODEL | {"initializer_range": 0.1} | changes))
     model = LlamaForCausalLM(config)
@@ -69,7 +69,7 @@ def save_model(folder: Path, **changes: Any) -> Path:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a prompt, with the time that its first token took."""
+    """The answer to a prompt, with the time to its first token."""
 
     prompt_tokens: int
     submitted: float
@@ -78,7 +78,7 @@ class Answer:
     cached: int = 0
     """Prompt tokens that were not computed."""
     gaps: list[float] = field(default_factory=list)
-    """Seconds between one step that gave it tokens and the next."""
+    """Seconds between consecutive steps that gave it tokens."""
     last: float = 0.0
 
 
@@ -106,7 +106,7 @@ class VllmEngine:
         self._scheduler_seconds: list[float] = []
 
     def time_scheduler(self) -> None:
-        """Time from now on what the scheduler spends in the connector."""
+        """From now on, time the scheduler's calls of the connector."""
         self._stopwatch = Stopwatch()
         self._stopwatch.watch(self._scheduler.connector, SCHEDULER_HOOKS)
         schedule = self._scheduler.schedule
@@ -119,7 +119,7 @@ class VllmEngine:
         self._scheduler.schedule = note
 
     def submit(self, prompt: Sequence[int], max_tokens: int, **asked: Any) -> str:
-        """Queue a prompt and return its id. What is `asked` goes to the connector (`kv_transfer_params`)."""
+        """Queue a prompt and return its id. `asked` goes to the connector (`kv_transfer_params`)."""
         self._submitted += 1
         request_id = str(self._submitted)
         self._answers[request_id] = Answer(len(prompt), time.perf_counter())
@@ -131,7 +131,7 @@ class VllmEngine:
         return request_id
 
     def step(self) -> dict[str, Answer]:
-        """Run one step and return the answers that are complete."""
+        """Run one step and return the complete answers."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self._worker
         outputs = self._engine.step()
         self._note_step()
@@ -151,13 +151,13 @@ class VllmEngine:
         return complete
 
     def take_scheduler_seconds(self) -> list[float]:
-        """Take what the scheduler has spent in the connector, for each step that computed."""
+        """Take the scheduler's seconds in the connector, for each step that computed."""
         taken, self._scheduler_seconds = self._scheduler_seconds, []
         return taken
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to step for: requests, or transfers."""
+        """Whether there are requests or transfers to step for."""
         return bool(self._scheduler.has_requests())
 
     def drain(self) -> None:
@@ -166,7 +166,7 @@ class VllmEngine:
             self.step()
 
     def forget(self, *, tiers_too: bool = False) -> None:
-        """Empty vLLM's own cache, and if asked the connector's tiers."""
+        """Empty vLLM's own cache and, if asked, the connector's tiers."""
         self.drain()
         while not self._engine.reset_prefix_cache(reset_connector=tiers_too):
             self.step()  # with steps scheduled ahead, blocks are freed a step later
@@ -178,11 +178,11 @@ class VllmEngine:
         return getattr(getattr(self._scheduler.connector, "_connector", None), "connector_scheduler", None)
 
     def counts(self) -> dict[str, int]:
-        """Return what kvtier has counted; nothing with another connector."""
+        """Return kvtier's counts; empty with another connector."""
         return {} if self.kvtier is None else asdict(self.kvtier.stats)
 
     def setup(self) -> dict[str, Any]:
-        """Return what results depend on and vLLM has chosen."""
+        """Return the settings that vLLM has chosen and results depend on."""
         config = self._engine.vllm_config
         return {
             "layout": config.cache_config.kv_cache_layout,
@@ -199,8 +199,6 @@ class VllmEngine:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     def _note_step(self) -> None:
-        """Charge calls to the next step that computes: waiting for a load makes steps that do
-        nothing else.
-        """
+        """Charge calls to the next step that computes, because some steps only wait for a load."""
         if self._stopwatch is not None and self._computes:
             self._scheduler_seconds.append(sum(self._stopwatch.take().values()))

@@ -1,9 +1,8 @@
-"""One arm of a comparison: a vLLM engine in a process of its own, which serves what it is told to, and
-answers with times.
+"""One arm of a comparison: a vLLM engine in its own process that runs tasks on request and returns times.
 
-Arms are started together and run one at a time. An idle one waits for a message and leaves the GPU alone.
-`Arm` is the parent's side and imports neither torch nor vLLM; `_serve` is the child's. What may be asked
-for are the functions of `TASKS`.
+Arms are started together and run one at a time. An idle arm waits for a message and leaves the GPU alone.
+`Arm` is the parent's side and imports neither torch nor vLLM; `_serve` is the child's. `TASKS` has the
+functions that can be requested.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["Arm", "ArmPlan", "Chats"]
 
 
 class Chats(NamedTuple):
-    """Conversations: how many, turns of each, tokens of the first message, of later ones, of an answer."""
+    """Conversations: their number, turns of each, tokens of the first message, later ones, an answer."""
 
     chats: int
     turns: int
@@ -35,12 +34,12 @@ class Chats(NamedTuple):
     more: int
     answer: int
     at_once: int
-    """Requests in flight, where a new one comes when another has ended."""
+    """Requests in flight, if a new one comes whenever another has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArmPlan:
-    """What an arm is: its connector, if any, its options, and what its environment has besides."""
+    """The setup of an arm: its connector, if any, its options, and additions to its environment."""
 
     name: str
     model: Path
@@ -50,7 +49,7 @@ class ArmPlan:
 
 
 class Arm:
-    """The parent's side. The engine starts at once; `wait_ready` is for when it is needed."""
+    """The parent's side. The engine starts at once; `wait_ready` waits for it."""
 
     def __init__(self, plan: ArmPlan) -> None:
         self.name = plan.name
@@ -58,14 +57,14 @@ class Arm:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(plan, theirs), daemon=True)
         self._process.start()
-        theirs.close()  # else the end of the child would not be noticed
+        theirs.close()  # else the end of the child would go unnoticed
 
     def wait_ready(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait until the engine runs; return what is worth knowing of it. `TimeoutError` after so long."""
+        """Wait until the engine runs; return its setup. `TimeoutError` after `timeout` seconds."""
         return self._wait_answer(timeout)
 
     def ask(self, task: str, timeout: float | None = None, **named: Any) -> dict[str, Any]:
-        """Have a task done, and wait for what comes of it. `TimeoutError` after so long."""
+        """Run a task, and wait for its result. `TimeoutError` after `timeout` seconds."""
         self._pipe.send((task, named))
         return self._wait_answer(timeout)
 
@@ -85,7 +84,7 @@ class Arm:
 
 
 def _serve(plan: ArmPlan, pipe: Connection) -> None:
-    """Run an engine and do what the parent asks for, until this process is killed."""
+    """Run an engine and the parent's tasks, until this process is killed."""
     os.environ |= plan.environment  # read when torch and vLLM are imported
     from _vllm import VllmEngine
 
@@ -101,7 +100,7 @@ def _serve(plan: ArmPlan, pipe: Connection) -> None:
 
 
 def first_tokens(engine: VllmEngine, length: int, seed: int, repetitions: int) -> dict[str, Any]:
-    """Time the first token of a new prompt, then when vLLM has evicted it, then when vLLM has it."""
+    """Time the first token of a new prompt, then after vLLM has evicted it, then when vLLM has it."""
     prompt = _prompt(length, seed)
     engine.forget()
     times: dict[str, list[float]] = {"computed": [_run(engine, prompt).ttft], "evicted": [], "hit": []}
@@ -126,12 +125,12 @@ def _run(engine: VllmEngine, prompt: list[int], **asked: Any) -> Answer:
 
 
 def _prompt(length: int, seed: int) -> list[int]:
-    """Return a prompt of so many tokens and one more, which is always computed."""
+    """Return a prompt of `length` tokens and one more, which is always computed."""
     return random.Random(f"first {seed} {length}").choices(range(1, 8192), k=length + 1)
 
 
 def open_disk(engine: VllmEngine, seconds: float) -> dict[str, Any]:
-    """Step until the disk tier below kvtier's pool is open, or for so long, and say what it is."""
+    """Step until the disk tier below kvtier's pool is open, for `seconds` at most, and describe it."""
     manager, until, seed = engine.kvtier.manager, time.perf_counter() + seconds, 0
     while manager.tier_stats()[0].state != "open" and time.perf_counter() < until:
         _run(engine, _prompt(8, seed))
@@ -146,14 +145,14 @@ def open_disk(engine: VllmEngine, seconds: float) -> dict[str, Any]:
 
 
 def fill_disk(engine: VllmEngine, length: int, seconds: float) -> dict[str, Any]:
-    """Compute a prompt and wait until the disk has all of it, or for so long; return how long that took."""
+    """Compute a prompt and wait, `seconds` at most, until the disk has all of it; return its time."""
     manager, begin = engine.kvtier.manager, time.perf_counter()
     before, rows = manager.tier_stats()[0].demoted, length // engine.setup()["block_size"]
     answer = _run(engine, _prompt(length, 0))
     while (
         written := manager.tier_stats()[0].demoted - before
     ) < rows and time.perf_counter() - begin < seconds:
-        _run(engine, _prompt(8, 0))  # a step takes in what was written
+        _run(engine, _prompt(8, 0))  # a step registers written rows
     return {
         "computed": answer.ttft,
         "seconds": time.perf_counter() - begin,
@@ -163,16 +162,16 @@ def fill_disk(engine: VllmEngine, length: int, seconds: float) -> dict[str, Any]
 
 
 def disk_first_tokens(engine: VllmEngine, length: int) -> dict[str, Any]:
-    """Time the first token of a prompt that the disk has: computed, loaded from there, loaded from the pool.
+    """Time the first token of a prompt that the disk has: computed, loaded from disk, loaded from the pool.
 
-    Also return what the cost rule expects of either way by what it has learnt.
+    Also return what the cost rule expects of each way, from what it has learnt.
     """
     core, prompt = engine.kvtier, _prompt(length, 0)
     pool, block_size = core.manager.pool, engine.setup()["block_size"]
     engine.forget()
     computed = _run(engine, prompt, max_load_tokens=0)
     engine.forget()
-    pool.discard(pool.hottest())  # as an eviction would: the tiers below keep what they have
+    pool.discard(pool.hottest())  # like an eviction: the tiers below keep their rows
     before = core.manager.tier_stats()[0]
     from_disk = _run(engine, prompt)
     after = core.manager.tier_stats()[0]
@@ -196,11 +195,10 @@ def disk_first_tokens(engine: VllmEngine, length: int) -> dict[str, Any]:
 
 
 def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None) -> dict[str, Any]:
-    """Hold conversations, turn by turn, from empty caches: so many requests at once or, with a rate, so
-    many a second.
+    """Hold conversations, turn by turn, from empty caches, with fixed concurrency or a fixed rate.
 
-    A turn says all that was said. Where turns come at a rate, at random times, one whose chat is still
-    being answered comes when that is over; its time begins then.
+    A turn sends everything said so far. With a rate, turns come at random times; a turn whose chat is still
+    being answered comes when that is over, and its time begins then.
     """
     engine.forget(tiers_too=True)
     source = random.Random(f"chats {seed}")
@@ -251,7 +249,7 @@ def _may_start(
 
 
 def unique(engine: VllmEngine, lengths: list[int], answer: int, seed: int) -> dict[str, Any]:
-    """Time prompts that nobody has seen, all at once, until the last token and until the last store."""
+    """Time new prompts, all at once, until the last token and until the last store."""
     source = random.Random(f"unique {seed}")
     prompts = [source.choices(range(1, 8192), k=length) for length in lengths]
     start = time.perf_counter()
@@ -264,7 +262,7 @@ def unique(engine: VllmEngine, lengths: list[int], answer: int, seed: int) -> di
 
 
 def bus(engine: VllmEngine, size: int, repetitions: int) -> dict[str, Any]:
-    """Return the bytes per second of one large copy of pinned memory to the GPU; none without a GPU."""
+    """Return the bytes per second of one large copy of pinned memory to the GPU; infinite without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -294,4 +292,4 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "open_disk": open_disk,
     "unique": unique,
 }
-"""What a parent may ask for."""
+"""The tasks that a parent may request."""

@@ -1,9 +1,8 @@
-"""vLLM's own offloading on vLLM's CPU build: its connector and manager as they are, and a worker that copies
-on the spot.
+"""vLLM's own offloading on vLLM's CPU build: its own connector and manager, a worker that copies at once.
 
-vLLM refuses this platform because its worker needs a GPU's streams; nothing else of it does. What is
-measured with this spec is the scheduler's side, which is all vLLM's. Copies take place when they are
-submitted, so that they never make a step wait for another; their time is left out.
+vLLM refuses this platform because its worker needs a GPU's streams; nothing else needs them. This spec
+measures the scheduler's side, which is entirely vLLM's. Copies run when they are submitted, so that they
+never make a step wait for another; their time is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["HostSpec"]
 
 
 class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's CPU offloading, but for the worker. One KV cache group and one block to a chunk."""
+    """vLLM's CPU offloading with another worker. One KV cache group and one block per chunk."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         return _CopyWorker(kv_caches, self.num_chunks)

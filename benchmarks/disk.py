@@ -4,17 +4,17 @@
 
 `rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring,
 16 in flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and ours
-(16 jobs, and one). All of them go past the page cache, so a store has reached the disk when it ends, but for
-what the file system has to note: that is synced after every turn, outside of its time, so that nobody pays
-for another. Ours is full, so every store evicts; `fs` never removes a file, so the old ones are removed for
-it between turns, and `both full` counts that. Ratios are of one round; their median counts. CPU seconds are
-the process's own, and behind them the whole machine's with that sync, which only a quiet machine can tell;
-beside those of seals are those of reading the same memory and doing nothing with it. `open` opens files of
-10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every millisecond, alone and beside
-full I/O: what an engine's scheduler feels. `scheduler` is what storing a chunk costs the scheduler's thread,
-without a tier below the pool and with one that moves no bytes. Needs an environment with vLLM 0.32 and
-kvtier (`make bench` builds one), and fio for its part (Debian: `apt install fio`); what is missing is left
-out.
+(16 jobs, and one). All of them bypass the page cache, so a store has reached the disk when it ends, except
+for the file system's own notes: these are synced after every turn, outside of its time, so that no
+contender pays for another. Ours is full, so every store evicts; `fs` never removes a file, so the benchmark
+removes the old ones between turns, and `both full` counts that time. Ratios are of one round; their median
+counts. CPU seconds are those of the process; the figure behind them is that of the whole machine with that
+sync, which is meaningful only on a quiet machine. Beside the CPU of seals stands that of only reading the
+same memory. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python
+every millisecond, alone and beside full I/O, as an engine's scheduler experiences it. `scheduler` is the
+cost of storing a chunk for the scheduler's thread, without a tier below the pool and with one that moves no
+bytes. Needs an environment with vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part
+(Debian: `apt install fio`); contenders that are missing are left out.
 """
 
 from __future__ import annotations
@@ -63,13 +63,11 @@ BARS = {
     "load / fs, many": (0.9, 0.9, 0.9),
     "CPU of stores / fs": (0.5, 0.5, 0.5),
 }
-"""By row size; the last is a most, the others are leasts."""
+"""By row size; the last one is an upper bound, the others are lower bounds."""
 
 
 class Cell(NamedTuple):
-    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes, of the process and
-    the machine.
-    """
+    """One measurement: bytes per second, and CPU seconds per 10^9 bytes, of process and machine."""
 
     speed: float
     cpu: float
@@ -77,7 +75,7 @@ class Cell(NamedTuple):
 
 
 def make_rows(count: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return page-aligned rows of random bytes in large pages, as a pool of one process has them."""
+    """Return page-aligned rows of random bytes in large pages, like the pool of one process."""
     region = mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         region.madvise(mmap.MADV_HUGEPAGE)
@@ -88,7 +86,7 @@ def make_rows(count: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def timed(nbytes: int, action: Callable[[], object]) -> Cell:
-    """Return what an action took; the machine's part until all of it is on the disk."""
+    """Time an action; the machine's part counts until all of it is on the disk."""
     machine, cpu, start = machine_seconds(), time.process_time(), time.perf_counter()
     action()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -124,9 +122,9 @@ class Ours:
         self._number = self._job = 0
 
     def new_keys(self) -> float:
-        """Name the rows anew, so that all of them are stored again and others leave.
+        """Give the rows new names, so that all of them are stored again and evict others.
 
-        Return the seconds that making room took: none, since a store does it.
+        Return the seconds that making room took: zero, because a store does it.
         """
         self._number += 1
         self.keys = [
@@ -148,7 +146,7 @@ class Ours:
             submit(TierJob(self._job, tuple(rows[at : at + size]), time.monotonic() + 600))
         left = len(rows)
         while left:
-            time.sleep(0.001)  # as the steps of an engine, or more often
+            time.sleep(0.001)  # like the steps of an engine, or more often
             for result in self.tier.poll():
                 assert result.outcome is Outcome.DONE, result
                 left -= len(result.keys)
@@ -187,9 +185,9 @@ class Theirs:
         self._number = self._job = 0
 
     def new_keys(self) -> float:
-        """Name the rows anew. The old files go, outside of what is timed: this tier never removes any.
+        """Give the rows new names, and remove the old files outside the timed part: this tier removes none.
 
-        Return the seconds that this took.
+        Return the seconds that the removal took.
         """
         start = time.perf_counter()
         for old in self.keys:
@@ -232,7 +230,7 @@ class Theirs:
 
 
 class Fio:
-    """What the disk gives: fio on one file of the same size."""
+    """The speed of the disk: fio on one file of the same size."""
 
     def __init__(self, program: str, folder: Path, nbytes: int, size: int) -> None:
         self._command = [
@@ -261,7 +259,7 @@ class Fio:
 def bench_rows(
     folder: Path, size: int, nbytes: int, rounds: int, fio_program: str | None, threads: int
 ) -> dict[str, Any]:
-    """Let the contenders take turns."""
+    """Measure the contenders in turns."""
     rows = make_rows(nbytes // size, size)
     nbytes = rows.nbytes
     ours, fs, fio = Ours(folder / "ours", rows, threads), None, None
@@ -270,13 +268,13 @@ def bench_rows(
         fs = Theirs(folder / "fs", rows)
     if fio_program is not None:
         fio = Fio(fio_program, folder, nbytes, size)
-        fio.run("randwrite")  # first writes into fresh extents are slower, for everybody
+        fio.run("randwrite")  # first writes into fresh extents are slower, for every contender
     cells: dict[str, list[Cell]] = {}
 
     def note(name: str, cell: Cell) -> None:
         cells.setdefault(name, []).append(cell)
 
-    for turn in range(-1, rounds):  # one more, not counted
+    for turn in range(-1, rounds):  # one extra turn, not counted
         if turn == 0:
             cells.clear()
         for way in ("store", "load"):
@@ -348,7 +346,7 @@ def summarize(size: int, cells: dict[str, list[Cell]]) -> dict[str, Any]:
 
 
 def bench_open(folder: Path, slots: int) -> dict[str, Any]:
-    """Open a place whose records are all used, in a process of its own."""
+    """Open a place whose records are all used, in its own process."""
     size = 4096
     path = folder / "open"
     capacity = slots * (size + 128 + 576) + 20480
@@ -373,7 +371,7 @@ def bench_open(folder: Path, slots: int) -> dict[str, Any]:
 
 
 def open_here(path: Path, slots: int) -> dict[str, Any]:
-    """Time the opening of a tier, lookups in it, and what they take."""
+    """Time the opening of a tier and lookups in it, and measure its memory."""
     keys = [OffloadKey(xxhash.xxh3_128_digest(b"%d" % slot) * 2 + bytes(4)) for slot in range(0, slots, 100)]
     before = resident_bytes()
     config = DiskConfig(path=str(path), capacity=slots * (4096 + 128 + 576) + 20480, write_limit=0)
@@ -401,12 +399,12 @@ def open_here(path: Path, slots: int) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has now. (The most it ever had begins with its parent's.)"""
+    """Return the memory that this process has now. (Its peak would include that of its parent.)"""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 class NoBytes(Backend):
-    """A backend that has nothing to do."""
+    """A backend that does nothing."""
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         return [None] * len(rows)
@@ -488,7 +486,7 @@ def bench_thread(folder: Path, size: int, seconds: float, rounds: int) -> dict[s
 
 @contextmanager
 def ours_busy(ours: Ours) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Keep the tier's I/O threads busy from a thread that hardly runs itself, while resumed."""
+    """Keep the tier's I/O threads busy while resumed, from a thread that itself hardly runs."""
     go, ended, idle = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -530,7 +528,7 @@ def _step_times(seconds: float) -> list[float]:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print what was measured, and what was asked for."""
+    """Print the measurements, and their targets."""
     for result in results.get("rows", ()):
         size = result["row_bytes"] >> 10
         print(f"\nrows of {size} KiB: GB/s [CPU seconds for 10^9 bytes; of the machine]")

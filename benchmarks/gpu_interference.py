@@ -1,21 +1,20 @@
-"""How much a GPU's own work slows down beside continuous transfers: ours, large copies alone, and a copy
-kernel.
+"""How much a GPU's own work slows down beside continuous transfers: ours, large copies, and a copy kernel.
 
     python benchmarks/gpu_interference.py [--layout blocks] [--json FILE]
 
 The work is a prefill with eight layers of the 8B-shaped Llama of `gpu_ttft.py` (bf16, 4,096 tokens), loops
-of bf16 matrix products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which has
-nothing to spare for anybody.
+of bf16 matrix products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which leaves
+no bandwidth for anything else.
 
-A GPU at its power limit drifts by more than what is to be measured, and runs faster for a while after it was
-idle. So the work never stops: transfers come and go beside it, in turns, and after each change nothing
-counts for `SETTLE` seconds. Each turn is held against the work alone before and after it. Two figures: what
-the work keeps of its speed, and what it keeps at the same clock, counted in cycles. The first has what
-transfers take of the device's power, which any copy does; the second is what they keep the work from doing.
-Large copies alone are the least that transfers can cost.
+A GPU at its power limit drifts by more than the measured difference, and runs faster for a while after it
+was idle. So the work never stops: transfers start and end beside it, in turns, and after each change
+nothing counts for `SETTLE` seconds. Each turn is compared with the work alone before and after it. Two
+figures: the part of its speed that the work keeps, and the part at the same clock, counted in cycles. The
+first includes the device's power that transfers use, as any copy does; the second shows how much transfers
+hold up the work itself. Large copies alone are the least that transfers can cost.
 
-Engines copy too, a few bytes at each step: the time that such a copy takes beside transfers, to the host and
-to the device.
+Engines also copy a few bytes at each step: the benchmark times such copies beside transfers, to the host
+and to the device.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ from kvtier.engine.model import ForwardBatch, SequenceSlice
 
 JOB = 256 << 20
 LAYOUTS = {"layers": (32 << 10, 64), "blocks": (2 << 20, 1)}
-"""Bytes and number of a block's pages: apart by layer, K and V apart too, or all of it in one
-run of memory.
+"""Bytes and number of a block's pages: separate by layer and by K and V, or all in one run of memory.
 """
 SETTLE, WINDOW, COPY_WINDOW = 0.1, 0.2, 0.5
 PATIENCE = 1.0
 AHEAD = 3
-"""Units of work that are enqueued at a time: the device is never without any."""
+"""Units of work that are enqueued at a time, so that the device always has work."""
 
 
 def matrix_products(size: int, count: int) -> Callable[[], None]:
@@ -94,12 +92,12 @@ def prefill(num_tokens: int, num_layers: int, block_size: int = 16) -> Callable[
 
 
 class Transfers:
-    """Keeps a job under way in each direction given, and one behind it."""
+    """Keeps a job running in each given direction, and one queued behind it."""
 
     def __init__(self, rig: Rig, ways: tuple[str, ...]) -> None:
         self._rig = rig
         self._jobs: dict[str, set[int]] = {way: set() for way in ways}
-        self._side = new_stream()  # else each job would follow the work that it is to run beside
+        self._side = new_stream()  # else each job would run after the work instead of beside it
         self.bytes = 0
 
     def step(self) -> None:
@@ -113,7 +111,7 @@ class Transfers:
                     jobs.add(self._rig.start(way, *self._rig.ends(self._rig.blocks, scattered=False)))
 
     def stop(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the running jobs."""
         for way, jobs in self._jobs.items():
             self._rig.handlers[way].wait(jobs)
             self._rig.handlers[way].get_finished()
@@ -121,9 +119,7 @@ class Transfers:
 
 
 class Bare:
-    """Keeps copies without a handler enqueued, in each direction given: large ones, or kernels that read
-    pinned memory.
-    """
+    """Keeps bare copies enqueued, in each given direction: large ones, or kernels over pinned memory."""
 
     def __init__(self, rig: Rig, ways: tuple[str, ...], kind: str) -> None:
         self._bare = [BareCopies(rig, rig.blocks) for _ in ways]
@@ -146,14 +142,14 @@ class Bare:
                 events.append(bare.stream.record_event())
 
     def stop(self) -> None:
-        """Wait for what is enqueued."""
+        """Wait for the enqueued copies."""
         for bare, events in zip(self._bare, self._events, strict=True):
             bare.stream.synchronize()
             events.clear()
 
 
 class Running:
-    """Transfers that go on in a thread of their own, until they are left."""
+    """Transfers that run in their own thread until `leave`."""
 
     def __init__(self, transfers: Transfers | Bare) -> None:
         self._transfers = transfers
@@ -166,7 +162,7 @@ class Running:
         self._transfers.stop()
 
     def leave(self) -> bool:
-        """Start no more, without waiting; say whether what was under way is over."""
+        """Start no more transfers, without waiting; say whether the running ones are over."""
         self._leave.set()
         return not self._thread.is_alive()
 
@@ -181,7 +177,7 @@ class Running:
 
 @triton.jit
 def _read_clock(out):  # type: ignore[no-untyped-def]
-    """Write down the cycles and nanoseconds of the multiprocessor that this runs on."""
+    """Record the cycles and nanoseconds of the multiprocessor that runs this."""
     place = out + 2 * smid()
     cycles = tl.inline_asm_elementwise(
         "mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
@@ -191,22 +187,20 @@ def _read_clock(out):  # type: ignore[no-untyped-def]
 
 
 class Clock:
-    """Tells the frequency of the multiprocessors between two looks at it, each enqueued behind the work so
-    far.
-    """
+    """Measures the multiprocessors' frequency between two looks, each enqueued after the work so far."""
 
     def __init__(self) -> None:
         self._count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
         self._side = new_stream()
 
     def look(self) -> torch.Tensor:
-        """Return what will be cycles and nanoseconds of each multiprocessor."""
+        """Return a tensor that will hold cycles and nanoseconds of each multiprocessor."""
         seen = torch.zeros((2 * self._count, 2), dtype=torch.int64, device=DEVICE)
         _read_clock[(2 * self._count,)](seen, num_warps=1)
         return seen
 
     def hertz(self, before: torch.Tensor, after: torch.Tensor) -> float:
-        """Return the frequency between two looks, which are over; what was enqueued since then may go on."""
+        """Return the frequency between two looks that are over; later enqueued work may still run."""
         with torch.cuda.stream(self._side):
             first, last = before.cpu(), after.cpu()
         both = (first[:, 1] > 0) & (last[:, 1] > 0)
@@ -215,7 +209,7 @@ class Clock:
 
 
 class Turn(NamedTuple):
-    """Seconds and cycles that a unit of work took on the device, and GB/s moved beside it."""
+    """Seconds and cycles of a unit of work on the device, and GB/s moved beside it."""
 
     seconds: float
     cycles: float
@@ -230,14 +224,14 @@ class _Mark(NamedTuple):
 
 
 class Work:
-    """Work that never stops: `for_seconds` returns while the last units are still under way."""
+    """Work that never stops: `for_seconds` returns while the last units still run."""
 
     def __init__(self, unit: Callable[[], None]) -> None:
         self._unit, self._clock = unit, Clock()
         self._marks: deque[_Mark] = deque()
 
     def for_seconds(self, seconds: float) -> tuple[_Mark, _Mark, int]:
-        """Go on for so long; return marks that are over, and how many units are between them."""
+        """Continue for `seconds`; return two marks that are over, and the number of units between them."""
         until = time.perf_counter() + seconds
         over: list[_Mark] = []
         while time.perf_counter() < until or len(over) < 2:
@@ -250,7 +244,7 @@ class Work:
         return over[0], over[-1], len(over) - 1
 
     def turn(self, transfers: Transfers | Bare | None) -> Turn:
-        """Go on for a turn, alone or beside transfers."""
+        """Continue for a turn, alone or beside transfers."""
         if transfers is None:
             self.for_seconds(SETTLE)
             return self._read(*self.for_seconds(WINDOW), 0.0)
@@ -303,7 +297,7 @@ def bench(
 
 
 class SmallCopies:
-    """Copies of a few bytes on a stream of their own, one at a time."""
+    """Copies of a few bytes on their own stream, one at a time."""
 
     def __init__(self) -> None:
         self._here = torch.zeros(8, dtype=torch.int8).pin_memory()
@@ -311,9 +305,9 @@ class SmallCopies:
         self._stream = new_stream()
 
     def seconds(self, *, to_host: bool) -> list[float]:
-        """Return what copies took, in order of size.
+        """Return the times of copies, sorted.
 
-        One that takes longer than `PATIENCE` counts as that, and is the last.
+        A copy that takes longer than `PATIENCE` counts as that, and is the last.
         """
         found: list[float] = []
         rng = random.Random(0)
@@ -327,7 +321,7 @@ class SmallCopies:
                 if time.perf_counter() - begin > PATIENCE:
                     return sorted([*found, PATIENCE])
             found.append(time.perf_counter() - begin)
-            time.sleep(rng.uniform(0, 0.002))  # not always at the same point of what is beside it
+            time.sleep(rng.uniform(0, 0.002))  # not always at the same point of the other work
         return sorted(found)
 
 
@@ -361,7 +355,7 @@ def bench_copies(rig: Rig, ways: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested files."""
     works = {
         "prefill": partial(prefill, 4096, 8),
         "matrix products, 8192": partial(matrix_products, 8192, 2),
@@ -390,7 +384,7 @@ def main() -> None:
                 "large copies": Bare(rig, ways, "large"),
             }
             rows += bench(name, work, ways, kinds, options.turns)
-            # Apart from the others: the work is so slow beside it that the device cools, and is fast
+            # Separate from the others: the work beside it is so slow that the device cools, and is fast
             # afterwards.
             rows += bench(
                 name, work, ways, {"kernel": Bare(rig, ways, "kernel")}, max(1, options.turns // 4)

@@ -1,14 +1,16 @@
-"""How fast the CUDA handlers move pages, beside what the bus can do and the two usual ways, in the same run.
+"""How fast the CUDA handlers move pages, compared with the bus and with the two usual ways, in the same run.
 
     python benchmarks/gpu_transfer.py [--mib 64 256] [--json FILE] [--plot FILE.svg]
 
-limit     one large pinned copy of the same bytes batched   one DMA for each page, all in one
-`cuMemcpyBatchAsync` kernel    a copy kernel on 12 SMs that reads and writes pinned memory itself ours
-the handlers; blocks are scattered, slots side by side (as a fresh pool hands them out) or scattered too
+    limit     one large pinned copy of the same bytes
+    batched   one DMA for each page, all in one `cuMemcpyBatchAsync`
+    kernel    a copy kernel on 12 SMs that reads and writes pinned memory itself
+    ours      the handlers; blocks are scattered, slots side by side (as a fresh pool hands them out) or
+              scattered too
 
-All are timed twice: from the call until the caller knows that it is over, which for ours includes planning
-and the result, and on the device's clock, from the first of a job's work to the last. They take turns. GB/s
-are 10^9 bytes a second.
+Each is timed twice: from the call until the caller knows that it is over (for ours this includes planning
+and the result), and on the device's clock, from the start of a job's first work to the end of its last.
+They take turns. GB/s are 10^9 bytes per second.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ LAYERS = 64  # K and V of 32 layers
 
 
 def refs_of(page: int) -> int:
-    """Return the pages of a block: as many as an 8B model has, up to 16 MiB."""
+    """Return the number of pages of a block: that of an 8B model, up to 16 MiB."""
     return min(LAYERS, (16 << 20) // page)
 
 
@@ -90,8 +92,9 @@ def bench_both_ways(page: int, size: int, repetitions: int) -> dict[str, Any]:
 
 
 def bench_small(page: int, repetitions: int) -> list[dict[str, Any]]:
-    """Measure jobs of 1 to 16 chunks, beside one bare copy of as many bytes; what is beyond bytes / limit is
-    overhead.
+    """Measure jobs of 1 to 16 chunks, and one bare copy of the same bytes.
+
+    The time beyond bytes / limit is overhead.
     """
     rig = Rig(page, LAYERS, 16 * page * LAYERS)
     copies = {chunks: BareCopies(rig, chunks) for chunks in (1, 2, 4, 8, 16)}
@@ -201,7 +204,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_ttft.py [--json FILE]
 
-32 layers, 8 KV heads of 128, bf16, random weights. For each length, in turns: a prompt that nobody has seen
-(recompute); the same after the GPU has forgotten it (tier); and once more, now that the GPU has it (gpu).
-The bare bus would take bytes / limit, the limit being one large pinned copy in the same run. The last token
-is always computed, so the least that a load can reach is the bus's time and `gpu` together; the ratio to the
-bus alone is shown too. One request at a time.
+32 layers, 8 KV heads of 128, bf16, random weights. For each length, in turns: a new prompt (recompute); the
+same after the GPU has forgotten it (tier); and once more, now that the GPU has it (gpu). The bare bus would
+take bytes / limit; the limit is one large pinned copy in the same run. The last token is always computed,
+so a load takes at least the time of the bus plus `gpu`; the ratio to the bus alone is shown too. One
+request at a time.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def bus_limit() -> float:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

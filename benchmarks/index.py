@@ -1,13 +1,14 @@
-"""Claim: the index takes in at least twice the blocks per second that Dynamo's indexer does, at 40 bytes a
-block or fewer, and matches 1,000 blocks against 64 workers in less than 15 microseconds.
+"""Claim: the index takes in at least twice Dynamo's blocks per second, at 40 bytes a block or fewer.
+
+It also matches 1,000 blocks against 64 workers in less than 15 microseconds.
 
 *From the wire*: the same pre-encoded batches (64 blocks of 16 tokens each) go by ZeroMQ to Dynamo's
-standalone indexer and to `kvtier index serve`, one after the other, each a process of its own that is asked
-over HTTP until it has everything. With `keys=xxh3` both do the same work: they hash every token. With
-`keys=engine` the engine's hashes are the keys.
-*Match* and *growth* run in this process; the peer's match is that of its Python binding.
+standalone indexer and to `kvtier index serve`, one after the other. Each is a separate process, which is
+asked over HTTP until it has everything. With `keys=xxh3` both do the same work: they hash every token. With
+`keys=engine` the engine's hashes are the keys. *Match* and *growth* run in this process; the peer's match
+is that of its Python binding.
 
-Dynamo runs in the Python given by `--dynamo-python`, by default this one, and is left out where it is not
+Dynamo runs in the Python given by `--dynamo-python`, by default this one, and is left out if it is not
 installed there.
 """
 
@@ -79,9 +80,7 @@ Question = tuple[str, dict[str, Any]]
 
 
 class Part(NamedTuple):
-    """Encoded batches; the last one stores a single block, so that it is cheap to ask whether all are taken
-    in.
-    """
+    """Encoded batches; the last one stores a single block, so that a query for the end is cheap."""
 
     payloads: list[bytes]
     blocks: int
@@ -89,13 +88,13 @@ class Part(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Consecutive blocks: their tokens, and what the engine calls them."""
+    """Consecutive blocks: their tokens, and the engine's hashes."""
 
     tokens: list[int]
     names: list[int | bytes]
 
     def question(self, keys: str) -> Question:
-        """Ask who has it."""
+        """Return the query for its holders."""
         if keys == "engine":
             return "/query_by_hash", {"block_hashes": self.names, "model_name": "m"}
         return "/query", {"token_ids": self.tokens, "model_name": "m"}
@@ -125,7 +124,7 @@ def make_part(blocks: int, seed: int) -> Part:
 
 
 class Indexer:
-    """An indexer in a process of its own, and what it costs."""
+    """An indexer in its own process, and its cost."""
 
     def __init__(self, name: str, command: Sequence[str], port: int) -> None:
         self.keys = "engine" if name.endswith("engine") else "xxh3"
@@ -155,12 +154,12 @@ class Indexer:
             raise
 
     def matched(self, query: Question) -> int:
-        """Return how many tokens of a prompt it finds."""
+        """Return how many tokens of a prompt the indexer finds."""
         instances = json.loads(self.ask("POST", *query)[1]).get("instances", {})
         return int(instances.get("1", {}).get("longest_matched", 0))
 
     def cpu_seconds(self) -> float:
-        # Linux's name for a process's own clock: nanoseconds, where /proc counts hundredths of a second
+        # Linux's name for a process's own clock: in nanoseconds; /proc counts hundredths of a second
         return time.clock_gettime(~self._process.pid << 3 | 2)
 
     def resident(self) -> int:
@@ -188,9 +187,10 @@ def running(name: str, command: Sequence[str], port: int) -> Iterator[Indexer]:
 
 
 def take_in(indexer: Indexer, parts: Sequence[Part]) -> list[dict[str, float | None]]:
-    """Send parts. The first is small and shows what taking in anything at all costs in memory, the second
-    what a block does; both come slowly, so that no message waits in a buffer. The others come as fast as
-    they can, and each shows how fast it is taken in: from the first byte until its last chain is found."""
+    """Send parts. The first, small one shows the memory cost of taking in anything at all, the second the
+    cost of a block; both come slowly, so that no message waits in a buffer. The others come as fast as
+    possible, and each shows the speed: from the first byte until its last chain is found.
+    """
     context = zmq.Context()
     publisher = context.socket(zmq.XPUB)
     publisher.sndhwm = 0
@@ -202,7 +202,7 @@ def take_in(indexer: Indexer, parts: Sequence[Part]) -> list[dict[str, float | N
         "block_size": BLOCK_SIZE,
     }
     indexer.ask("POST", "/register", new)
-    publisher.recv()  # it subscribes
+    publisher.recv()  # the subscription
     sequence = count()
     first, memory, *rest = parts
     resident = [indexer.resident()]
@@ -237,9 +237,9 @@ def measure_speed(
 def send(
     publisher: zmq.Socket[bytes], sequence: Iterator[int], payloads: list[bytes], rate: int | None
 ) -> None:
-    """Send batches, at most `rate` a second.
+    """Send batches, at most `rate` per second.
 
-    Frame by frame: `send_multipart` takes twice as long, of cores that are shared.
+    Frame by frame: `send_multipart` takes twice the time, on cores that are shared.
     """
     start = time.perf_counter()
     for number, payload in enumerate(payloads):
@@ -251,11 +251,11 @@ def send(
 
 
 def wait_for(indexer: Indexer, part: Part) -> None:
-    """Ask until all is taken in."""
+    """Ask until everything is taken in."""
     for chain in part.chains:
         question = chain.question(indexer.keys)
         while indexer.matched(question) < len(chain.tokens):
-            time.sleep(0.01)  # asking often would be most of the work
+            time.sleep(0.01)  # frequent questions would be most of the work
 
 
 def has_dynamo(python: str) -> bool:
@@ -267,9 +267,7 @@ def has_dynamo(python: str) -> bool:
 
 
 def from_the_wire(arguments: argparse.Namespace, forms: list[str]) -> dict[str, dict[str, Any]]:
-    """Measure every indexer several times, in turns, since the machine's speed changes; the best of each
-    counts.
-    """
+    """Measure every indexer repeatedly, in turns, as the machine's speed changes; the best counts."""
     sizes = (FIRST_BLOCKS, *[arguments.blocks] * 4)
     parts = [make_part(size, seed) for seed, size in enumerate(sizes)]
     port = str(arguments.port)
@@ -288,9 +286,7 @@ def from_the_wire(arguments: argparse.Namespace, forms: list[str]) -> dict[str, 
 
 
 def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the most blocks a second, and the least of everything else: whatever else the machine does only
-    adds to it.
-    """
+    """Return the most blocks per second, and the least of everything else: other load only adds to it."""
     best = {
         key: min(times[key] for times in rounds) for key, value in rounds[0].items() if value is not None
     }
@@ -313,9 +309,7 @@ def median_us(
 
 
 def measure_match(form: str) -> dict[str, float]:
-    """Time a match of 1,000 blocks that all of 64 workers hold, and one where each holds another part, among
-    other blocks.
-    """
+    """Time a match of 1,000 blocks that all 64 workers hold, and one where each holds another part."""
     index, rng = PrefixIndex(form=form), np.random.default_rng(2)
     store(index, "w0", rng.integers(0, 1 << 63, 10**6 if form == "numba" else 10**5, dtype=np.uint64))
     shared, ragged = rng.integers(0, 1 << 63, (2, 1000), dtype=np.uint64)
@@ -352,7 +346,7 @@ def peer_match(python: str) -> float | None:
 
 
 def measure_growth(form: str, sizes: list[int]) -> list[dict[str, float]]:
-    """Fill tables of several sizes, 64 blocks at a time as scanned batches come, spread over 64 workers."""
+    """Fill tables of several sizes, 64 blocks at a time like scanned batches, spread over 64 workers."""
     rows = []
     for size in sizes:
         gc.collect()
@@ -384,7 +378,7 @@ def measure_growth(form: str, sizes: list[int]) -> list[dict[str, float]]:
 
 
 def make_table(form: str) -> IndexTable:
-    """Make an empty table that has room for all sizes."""
+    """Make an empty table with room for all sizes."""
     if form == "python":
         return PlainTable(4 << 30)
     from kvtier.index.compiled.table import CompiledTable
@@ -396,7 +390,7 @@ def own_resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-# -- telling ---------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def show(console: Console, title: str, rows: dict[str, dict[str, Any]], columns: dict[str, str]) -> None:
@@ -496,7 +490,7 @@ def main() -> int:
 
 
 def is_met(console: Console, result: dict[str, Any], forms: list[str]) -> bool:
-    """Say whether the claim holds, as far as it could be measured."""
+    """Say whether the claim holds, as far as it was measured."""
     if "numba" not in forms:
         console.print("without numba nothing is claimed")
         return True

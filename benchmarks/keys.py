@@ -1,10 +1,9 @@
-"""Claim: kvtier hashes the blocks of a prompt in less than a fifth of the time that vLLM's default block
-hash takes.
+"""Claim: kvtier hashes a prompt's blocks in less than a fifth of the time of vLLM's default block hash.
 
 Both hash the same 1,024 blocks of 16 tokens, from a list of ints, in one process and in turns; the best of
-many rounds counts, since everything else a machine does only adds time. vLLM's function is called as its
-scheduler calls it, with the hash that its default config resolves to. Needs an environment with vLLM and
-kvtier (`make bench` builds one).
+many rounds counts, since other load on a machine only adds time. vLLM's function is called as its scheduler
+calls it, with the hash of its default config. Needs an environment with vLLM and kvtier (`make bench`
+builds one).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def vllm_hasher() -> Callable[[list[int]], list[bytes]]:
 def best_ns_per_block(
     functions: list[Callable[[list[int]], object]], tokens: list[int], rounds: int
 ) -> list[float]:
-    """Time each function in turns; return its best round, per block."""
+    """Time the functions in turns; return each one's best round, per block."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
         for i, function in enumerate(functions):

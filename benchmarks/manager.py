@@ -1,15 +1,14 @@
-"""Claim: kvtier's CPU manager spends at most a tenth of the time on a block that vLLM's spends, LRU and ARC,
-answers included.
+"""Claim: kvtier's CPU manager needs at most a tenth of vLLM's time per block (LRU, ARC, answers too).
 
 One trace of multi-turn conversations with shared system prompts (about 1,024 blocks a prompt, made from a
-seed) is served through both managers in one process, in turns. The pool holds a part of the conversations
-only, so that blocks are evicted all the time. Eight requests run at once. Each looks its prompt up, loads
-what it finds, offers the rest, a thousand blocks a step, and ends by renewing the recency of all its blocks.
-Both get the same calls, each request with keys of its own, and their events are drained; vLLM's manager is
-asked key by key up to the first miss, as its connector does. A call counts with its median over all
-repetitions. "One block" is not part of the trace: offers of a single block, as answers make them while they
-grow. "With answers" adds as many of those to each prompt as an answer of `ANSWER` of its length makes, which
-is what storing decoded blocks costs. Needs an environment with vLLM 0.32 and kvtier (`make bench` builds
+seed) is served through both managers in one process, in turns. The pool holds only a part of the
+conversations, so that blocks are evicted all the time. Eight requests run at once. Each looks its prompt
+up, loads the chunks it finds, offers the rest, a thousand blocks a step, and ends by renewing the recency
+of all its blocks. Both managers get the same calls, each request with its own keys, and their events are
+drained; vLLM's manager is asked key by key up to the first miss, as its connector does. A call counts with
+its median over all repetitions. "One block" is not part of the trace: offers of a single block, as growing
+answers make them. "With answers" adds to each prompt the offers of an answer of `ANSWER` times its length:
+the cost of storing decoded blocks. Needs an environment with vLLM 0.32 and kvtier (`make bench` builds
 one).
 """
 
@@ -52,9 +51,7 @@ class Request:
 
 
 def make_trace(num_requests: int, seed: int) -> list[Request]:
-    """Make turns of interleaved conversations: each prompt is the last one and more, until a new
-    conversation begins.
-    """
+    """Make turns of interleaved conversations: each prompt extends the last one, until a new one begins."""
     source = random.Random(seed)
     systems = [random_keys(source, 96) for _ in range(SYSTEM_PROMPTS)]
     talks: list[list[OffloadKey]] = [[] for _ in range(CONVERSATIONS)]
@@ -74,7 +71,7 @@ def random_keys(source: random.Random, count: int) -> list[OffloadKey]:
 
 
 class Peer(Protocol):
-    """A manager as its connector calls it. A context is what the manager is told of a request."""
+    """A manager as its connector calls it. A context holds a request's data for the manager."""
 
     def context(self, request: Request) -> Any: ...
     def lookup(self, keys: Sequence[OffloadKey], context: Any) -> int: ...
@@ -171,7 +168,7 @@ class Run:
 
 def serve(peer: Peer, request: Request, run: Run) -> Iterator[None]:
     """Take one request through its life, a step at a time."""
-    # Every request hashes its own tokens, so no two share the object of a key.
+    # Every request hashes its own tokens, so no two requests share a key object.
     keys = [OffloadKey(bytes(bytearray(key))) for key in request.keys]
     context = peer.context(Request(request.req_id, keys))
     hits = run.time("lookup", 0, peer.lookup, keys, context)
@@ -187,7 +184,7 @@ def serve(peer: Peer, request: Request, run: Run) -> Iterator[None]:
 
 
 def store(peer: Peer, keys: list[OffloadKey], context: Any, run: Run, phase: str) -> Iterator[None]:
-    """Offer keys and, a step later, complete what was taken."""
+    """Offer keys and, a step later, complete the keys that were taken."""
     output = run.time(phase, len(keys), peer.prepare_store, keys, context)
     yield
     run.time(phase, 0, peer.complete_store, output.keys_to_store if output else [], context)
@@ -213,7 +210,7 @@ def replay(peer: Peer, trace: list[Request], concurrency: int) -> Run:
 
 
 def ns_per_block(runs: list[Run]) -> dict[str, float]:
-    """Return the time of a block in each phase, and in the trace, where a block is one of a prompt."""
+    """Return the time of a block in each phase, and in the trace, per block of a prompt."""
     total: Counter[str] = Counter()
     for phase, *times in zip(runs[0].phases, *(run.ns for run in runs), strict=True):
         total[phase] += int(median(times))
@@ -224,7 +221,7 @@ def ns_per_block(runs: list[Run]) -> dict[str, float]:
 
 
 def measure(policy: str, trace: list[Request], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Replay the trace through both managers in turns; return what a block took, ratios and hit rates."""
+    """Replay the trace through both managers in turns; return the time of a block, ratios and hit rates."""
     peers: dict[str, Callable[[int, str], Peer]] = {"kvtier": KVTier, "vllm": VLLM}
     runs: dict[str, list[Run]] = {name: [] for name in peers}
     for _ in range(arguments.repeat):

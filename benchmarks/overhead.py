@@ -1,13 +1,13 @@
 """Claim: with nothing to reuse, an engine with kvtier is at least 0.97 times as fast as one without.
 
-The worst case for kvtier: all prompts differ, so that every block is hashed, looked up in vain, stored, and
-evicted again by the next ones. Two engines share one model and run the same requests in turns, off on, on
-off, …, for as long as `--seconds` allows. A run ends when its last store has. Each pair of neighbouring runs
-gives a ratio; the median of many short pairs stands even on a machine that does other things, and its 95 %
-interval says how well. The CPU time of the process, all its threads counted, tells the same story without
-the neighbours. `--control` leaves kvtier out of both engines: what is then measured is the measurement.
-`--disk` puts a disk tier below the pool, to which every block is then written as well; `--tier valkey`,
-`object` or `mooncake` a server on this machine, which is also asked about every prompt.
+The worst case for kvtier: all prompts differ, so that every block is hashed, looked up without success,
+stored, and evicted again by the next ones. Two engines share one model and run the same requests in turns,
+off on, on off, …, for as long as `--seconds` allows. A run ends with its last store. Each pair of
+neighbouring runs gives a ratio; the median of many short pairs is stable even on a machine that does other
+things, and its 95 % interval says how well. The CPU time of the process, over all its threads, shows the
+same without disturbance from neighbours. `--control` leaves kvtier out of both engines, and so measures the
+measurement. `--disk` puts a disk tier below the pool, to which every block is then written as well; `--tier
+valkey`, `object` or `mooncake` a server on this machine, which is also asked about every prompt.
 """
 
 from __future__ import annotations
@@ -49,32 +49,31 @@ from kvtier.offload.tiered import TieredOffloadingManager
 
 TARGET = 0.97
 LENGTHS = (256, 512, 320, 448)
-"""Of the prompts of a run. The same in every run, so that every run has the same steps."""
+"""Lengths of the prompts of a run. The same in every run, so that every run has the same steps."""
 ANSWER = 32
 NUM_TOKENS = sum(LENGTHS) + len(LENGTHS) * ANSWER
 POOL = "8MiB"
 """Room for 1,024 tokens, fewer than a run has: every run evicts."""
 SIDES = {"scheduler's side": SCHEDULER_CALLS, "worker's side": WORKER_CALLS}
 DISK = "64MiB"
-"""A few runs fill it: from then on every row that is written evicts another there, too."""
+"""A few runs fill it: from then on every written row evicts another there, too."""
 SERVERS: dict[str, Callable[[str], dict[str, Any]]] = {
     "valkey": lambda url: {"url": url},
     "object": lambda url: {"url": "s3://bench/overhead", "endpoint": url, "allow_http": True},
     "mooncake": lambda url: dict(zip(("master", "metadata"), url.split(), strict=True)),
 }
-"""The settings of a tier on a server that was started here."""
+"""The settings of a tier on a server started here."""
 MIN_PAIRS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run of one engine took, in seconds."""
+    """The times of one run of one engine, in seconds."""
 
     wall: float
     cpu: float
     own_cpu: float
-    """The part of it that the engine's thread took, which calls the connector; the rest are threads that
-    copy.
+    """The part of the engine's thread, which calls the connector; the rest are copying threads.
     """
     steps: int
     calls: Seconds
@@ -82,7 +81,7 @@ class Run:
 
 
 def run(engine: Engine, stopwatch: Stopwatch, seed: int) -> Run:
-    """Run prompts that the engine has not seen, and wait for the last store."""
+    """Run prompts that are new to the engine, and wait for the last store."""
     source = random.Random(seed)
     prompts = [random_prompt(source, length) for length in LENGTHS]
     steps = 0
@@ -126,7 +125,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_settings(arguments: argparse.Namespace, stack: ExitStack) -> KVTierConfig | None:
-    """Return kvtier's settings: a pool, and the tiers that are asked for; `None` without kvtier."""
+    """Return kvtier's settings: a pool, and the requested tiers; `None` without kvtier."""
     if arguments.control:
         return None
     tiers: list[dict[str, Any]] = []
@@ -155,7 +154,7 @@ def run_pairs(
 
 
 def compare(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
-    """Return how fast both engines were, and the ratios of the pairs."""
+    """Return the speed of both engines, and the ratios of the pairs."""
     wall, cpu = (
         spread([off.wall / on.wall for off, on in pairs]),
         spread([off.cpu / on.cpu for off, on in pairs]),
@@ -171,14 +170,14 @@ def compare(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
 
 
 def account(pairs: list[tuple[Run, Run]], engine: Engine, threads: int) -> dict[str, Any]:
-    """Return what kvtier did for its part of a step: which calls took how long, and how much was stored."""
+    """Return kvtier's part of a step: the time of its calls, and how much was stored."""
     runs = [on for _, on in pairs]
 
     def per_step(*names: str) -> float:
         return median(sum(run.calls[name] for name in names) / run.steps for run in runs) * 1e6
 
     spent = {side: per_step(*names) for side, names in SIDES.items()}
-    if threads == 1:  # with more, what they burn while they wait drowns what copying takes
+    if threads == 1:  # with more threads, their spinning hides the time of copying
         spent["copy threads"] = median((run.cpu - run.own_cpu) / run.steps for run in runs) * 1e6
     assert engine.connector is not None
     scheduler = engine.connector.connector_scheduler

@@ -1,26 +1,27 @@
-"""What publishing costs, beside vLLM's publisher: batches per second, the time that `publish()` takes, and
-replay.
+"""The cost of publishing, beside vLLM's publisher: batches per second, the time of `publish()`, and replay.
 
-Both publish the same batches in one run, in turns, each from this process to a subscriber in another, replay
-endpoint on, kvtier with everything at its default: set-like filter, state, digest, marks, which vLLM's has
-not. A rate counts from the first `publish()` until the subscriber has the last batch. Every batch stores
-blocks of 16 tokens, in a cache that has room; with a *full cache* it also removes as many, the last of the
-oldest prompt first, one event each, as vLLM's block pool does. Where more than 64 batches wait, as they do
-here, kvtier joins them into messages of up to 32, and `batches_per_message` says how many it came to; vLLM
-sends one message a batch. `publish()` is timed in that burst, while the publisher's thread is busy, and at a
-thousand batches a second (*paced*), when the thread rests in between; beside it *the machine alone*: a call
-that does nothing, and one that writes to an eventfd on which a thread sleeps, at the same pace. Idle round
-trip: a replay request that has nothing to give. A replay that loses its end marker, as vLLM's may when the
-client is slow, counts as none. *Snapshot*: while kvtier sends the state of a million blocks to a client, a
-thread of this process sleeps a moment and notes how much too late it gets the interpreter back, which is an
-engine's view of it; and the publisher's thread notes how much CPU time it takes between two rests. The
-former has the machine's own noise in it, which `quiet` shows: the same thread before the snapshot.
-*Filling*: the most CPU time that the publisher's thread takes for one batch while those blocks come in,
-which bounds how long a table that grows stops everybody. Where the machine is a guest of another and others
-want the CPU, moments in which it stops count as CPU time too: `held_ms` leaves out those stretches in which
-the kernel took the CPU away from the thread, `held_any_ms` is over all of them. Figures are medians over the
-runs. Needs vLLM 0.32 for the comparison (`make bench` builds an environment that has it); without it, kvtier
-is measured alone.
+Both publish the same batches in one run, in turns, each from this process to a subscriber in another, with
+the replay endpoint on. kvtier has everything at its default: set-like filter, state, digest and marks,
+which vLLM's publisher lacks. A rate counts from the first `publish()` until the subscriber has the last
+batch. Every batch stores blocks of 16 tokens, in a cache that has room; with a *full cache* it also removes
+as many, the last of the oldest prompt first, one event each, as vLLM's block pool does. If more than 64
+batches wait, as they do here, kvtier joins them into messages of up to 32, and `batches_per_message` gives
+the resulting number; vLLM sends one message a batch.
+
+`publish()` is timed in that burst, while the publisher's thread is busy, and at a thousand batches per
+second (*paced*), when the thread rests in between. *The machine alone* gives, at the same pace, the time of
+a call that does nothing, and of one that writes to an eventfd on which a thread sleeps. Idle round trip: a
+replay request without batches to return. A replay that loses its end marker, as vLLM's may if the client is
+slow, counts as failed.
+
+*Snapshot*: while kvtier sends the state of a million blocks to a client, a thread of this process sleeps
+for a moment and notes how late it gets the interpreter back, as an engine would; and the publisher's thread
+notes its CPU time between two rests. The former includes the machine's own noise, which `quiet` shows: the
+same thread before the snapshot. *Filling*: the most CPU time of the publisher's thread for one batch while
+those blocks come in; it bounds how long a growing table stops all threads. If the machine is a busy virtual
+machine, its stops count as CPU time too: `held_ms` leaves out the stretches in which the kernel took the
+CPU away from the thread, `held_any_ms` covers all of them. Figures are medians over the runs. Needs vLLM
+0.32 for the comparison (`make bench` builds an environment with it); without it, kvtier is measured alone.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ GATES = {
     "snapshot_held_ms": 1.0,
     "filling_held_ms": 3.0,
 }
-"""Rates are in parts of vLLM's, and at least so high; times are at most so long."""
+"""Rates are lower bounds, as parts of vLLM's; times are upper bounds."""
 BLOCK_SIZE, PROMPT_BATCHES = 16, 8
 SIZES = {1: 15_000, 64: 5_000}
-"""Blocks a batch: how many batches are timed."""
+"""The number of timed batches, by blocks per batch."""
 CACHE = {1: 4_096, 64: 65_536}
-# Beyond both buffers of 10,000 batches: what is measured is how it goes on, not how it starts.
+# More than both buffers of 10,000 batches, so that the steady state is measured, not the start.
 WARM_UP = 12_000
 PACED, ROUND_TRIPS, RING = 1_000, 10, 10_000
 SNAPSHOT_BLOCKS, SNAPSHOT_BATCH = 1_000_000, 16
@@ -74,13 +75,11 @@ WAIT_MS, LOST_AFTER_MS = 60_000, 3_000
 END = b"\xff" * 8
 
 
-# -- the subscriber, a process of its own ----------------------------------------------------------
+# -- the subscriber, in its own process ------------------------------------------------------------
 
 
 def subscribe(endpoint: str, replay_endpoint: str, control: str) -> None:
-    """Receive and answer: `live` until a batch with the given time, `idle` round trips, `replay` of all
-    since the first.
-    """
+    """Receive and answer: `live` up to the batch of a given time, `idle` round trips, `replay` of all."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sub, dealer, boss = (context.socket(kind) for kind in (zmq.SUB, zmq.DEALER, zmq.PAIR))
     sub.rcvhwm = dealer.rcvhwm = 0
@@ -105,7 +104,7 @@ def subscribe(endpoint: str, replay_endpoint: str, control: str) -> None:
 
 
 def receive_until(sub: zmq.Socket[bytes], ts: bytes) -> tuple[int, bytes]:
-    """Receive up to the batch of that time; return how many messages came, and the first one's number."""
+    """Receive up to the batch of that time; return the number of messages, and the first one's number."""
     recv, count, first = sub.recv, 1, b""
     while True:
         recv()
@@ -117,10 +116,7 @@ def receive_until(sub: zmq.Socket[bytes], ts: bytes) -> tuple[int, bytes]:
 
 
 def ask(dealer: zmq.Socket[bytes], request: bytes) -> tuple[int, float]:
-    """Ask for a replay; return how many batches came, and the seconds it took.
-
-    Forever, if the end marker was lost.
-    """
+    """Ask for a replay; return the batches' number and the seconds; infinite if the end marker was lost."""
     begin, count = time.perf_counter(), 0
     dealer.send_multipart((b"", request))
     while dealer.poll(LOST_AFTER_MS):
@@ -130,14 +126,12 @@ def ask(dealer: zmq.Socket[bytes], request: bytes) -> tuple[int, float]:
     return count, math.inf
 
 
-# -- what is published -----------------------------------------------------------------------------
+# -- the published batches -------------------------------------------------------------------------
 
 
 @lru_cache
 def make_batches(module: Any, blocks: int, count: int, room: bool) -> list[Any]:
-    """Make the batches of an engine that computes prompts of `PROMPT_BATCHES` batches, with
-    times from 1 on.
-    """
+    """Make the batches of an engine that computes prompts of `PROMPT_BATCHES` batches, with times from 1."""
     source = random.Random(0)
     tokens = [source.randrange(150_000) for _ in range(blocks * BLOCK_SIZE)]
     batches: list[Any] = []
@@ -212,7 +206,7 @@ class Bench:
 
 
 def time_slowly(call: Callable[[Any], object], items: list[Any], name: str) -> dict[str, float]:
-    """Call with one item a millisecond; return how long the calls took."""
+    """Call with one item per millisecond; return the durations of the calls."""
     took, due = [], time.perf_counter()
     for item in items:
         while time.perf_counter() < due:
@@ -257,7 +251,7 @@ def bench(module: Any) -> Iterator[Bench]:
         context.destroy(linger=0)
 
 
-# -- what is measured ------------------------------------------------------------------------------
+# -- the measurements ------------------------------------------------------------------------------
 
 
 def measure_rate(module: Any, blocks: int, room: bool) -> dict[str, float]:
@@ -283,7 +277,7 @@ def measure_rest(module: Any) -> dict[str, float]:
 
 
 def measure_machine() -> dict[str, float]:
-    """Time what `publish()` cannot be shorter than, paced as it is: nothing at all, and waking a thread."""
+    """Time the lower bounds of `publish()`, at the same pace: an empty call, and waking a thread."""
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
 
     def sleep_and_read() -> None:
@@ -303,7 +297,7 @@ def measure_machine() -> dict[str, float]:
     thread = threading.Thread(target=sleep_and_read)
     thread.start()
     found |= time_slowly(wake, list(range(PACED)), "eventfd_write")
-    while thread.is_alive():  # a read may have taken two writes
+    while thread.is_alive():  # a read may have consumed two writes
         os.eventfd_write(wake_fd, 1)
         thread.join(0.01)
     os.close(wake_fd)
@@ -311,7 +305,7 @@ def measure_machine() -> dict[str, float]:
 
 
 def measure_snapshot() -> dict[str, float]:
-    """Let a client fetch a large state, and see how long others wait for the interpreter."""
+    """Let a client fetch a large state, and measure how long other threads wait for the interpreter."""
     with bench(kvtier.events) as made:
         batches = make_batches(kvtier.events, SNAPSHOT_BATCH, SNAPSHOT_BLOCKS // SNAPSHOT_BATCH, room=True)
         gc.collect()
@@ -329,7 +323,7 @@ def measure_snapshot() -> dict[str, float]:
         begin = time.perf_counter()
         late = lateness(lambda: made.run(b"replay", b"snapshot"))
         seconds = time.perf_counter() - begin
-        time.sleep(0.5)  # it is freed when it is a quarter of a second old
+        time.sleep(0.5)  # the snapshot is freed after a quarter of a second
         gc.unfreeze()
     found = {"snapshot_s": seconds}
     for name, cpu in (("snapshot", held), ("filling", filling)):
@@ -344,7 +338,7 @@ def measure_snapshot() -> dict[str, float]:
 class Stretches:
     """CPU milliseconds of stretches of the publisher's thread.
 
-    In the `undisturbed` ones it was not taken off the CPU.
+    The `undisturbed` stretches kept the CPU all the time.
     """
 
     def __init__(self) -> None:
@@ -357,7 +351,7 @@ class Stretches:
         self.undisturbed.clear()
 
     def note_batches(self, sender: Any) -> None:
-        """Take sending a batch for a stretch."""
+        """Record each sent batch as a stretch."""
         send = sender.send
 
         def noted(batch: Any, more: bool) -> None:
@@ -368,7 +362,7 @@ class Stretches:
         sender.send = noted
 
     def note_turns(self, loop: Any) -> None:
-        """Take what is between two rests for a stretch."""
+        """Record the work between two rests as a stretch."""
         turn = loop._turn
 
         def noted() -> None:
@@ -394,10 +388,7 @@ class Stretches:
 
 
 def lateness(work: Callable[[], object]) -> dict[str, float]:
-    """Do something in another thread.
-
-    Return the milliseconds by which a thread that sleeps a moment wakes too late.
-    """
+    """Run work in another thread; return by how many milliseconds a sleeping thread wakes too late."""
     thread = threading.Thread(target=work)
     thread.start()
     late = []
@@ -456,9 +447,9 @@ def print_table(console: Console, results: dict[str, dict[str, dict[str, float]]
 
 
 def judge(results: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, float | bool]]:
-    """Hold the figures against the gates.
+    """Compare the figures with the gates.
 
-    A rate, its ratio to vLLM's while filling and when full, the lower of both.
+    A rate's figure is its ratio to vLLM's: the lower of filling and full.
     """
     found: dict[str, dict[str, float | bool]] = {}
     for name, gate in GATES.items():

@@ -2,17 +2,17 @@
 
     python benchmarks/shared_tiers.py [--only valkey] [--mib 128] [--rounds 9] [--engines 1 2 4] [--json F]
 
-Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got into rows in batches of 8 MiB,
-in turns, in one run: by ours as a tier does it (sealed, checked) and without seals, and by peers, whose
-values are copied into rows if they do not arrive there. Everybody has as many threads as the tier has by
-default (`--threads`): while one seals, another moves. Ratios are of one round; their median counts. `of
-which seals` is the part of our time that sealing the same rows takes by itself, with as many threads: peers
-check nothing. CPU seconds are this process's own, without the server's. `engines` are processes with an
+Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got in batches of 8 MiB, in turns,
+in one run: by our backend as a tier uses it (sealed, checked) and without seals, and by peers, whose values
+are copied into rows if they do not arrive there. Every contender has the tier's default number of threads
+(`--threads`): while one seals, another moves. Ratios are of one round; their median counts. `of which
+seals` is the part of our time that sealing the same rows takes by itself, with as many threads: peers check
+nothing. CPU seconds are those of this process, without the server's. `engines` are processes with an
 engine's I/O threads each on one server, all at once. A peer that is not installed is left out: `redis` and
 `hiredis`; `lmcache` with torch, of which its folder is enough. `object` is a store without any distance,
-beside which all that is seen is how threads wait for Python's lock; `near object` is one in the same data
-centre. Where a server writes a row once, all rows are deleted before they are put again; that is not
-measured. Rows lie as in an engine's pool, for all alike: with Mooncake 4,096 bytes are between them.
+which shows only how threads wait for Python's lock; `near object` is one in the same data centre. If a
+server writes a row only once, all rows are deleted before they are put again, outside the measured time.
+Rows lie as in an engine's pool, for all contenders: with Mooncake there are 4,096 bytes between them.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Mover(ABC):
 
     @abstractmethod
     def find(self, numbers: Sequence[int]) -> int:
-        """Count the rows that are there."""
+        """Count the rows that are stored."""
 
     def lend(self, memory: Rows) -> None:
-        """Take note of where all rows lie."""
+        """Note the memory that holds all rows."""
         return
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ def key_of(number: int) -> OffloadKey:
 
 
 def names_of(numbers: Sequence[int]) -> list[BackendRow]:
-    """Return rows to be asked about."""
+    """Return rows for lookups and deletions."""
     return [BackendRow(key_of(number), (), number, SCOPE.number) for number in numbers]
 
 
@@ -196,10 +196,10 @@ class RedisPy(Mover):
 
 
 class LMCacheClient(Mover):
-    """LMCache's own client in C++, a client with one connection for each thread."""
+    """LMCache's own C++ client: one client with one connection per thread."""
 
     def __init__(self, url: str, _size: int) -> None:
-        import_module("torch")  # whose libraries it needs
+        import_module("torch")  # it needs torch's libraries
         package = importlib.util.find_spec("lmcache")
         folders = package.submodule_search_locations or [] if package is not None else []
         path = next((path for folder in folders for path in Path(folder).glob("lmcache_redis*.so")), None)
@@ -253,7 +253,7 @@ NEAR = 2.0
 
 @contextmanager
 def serve_objects(delay: float = 0.0) -> Iterator[str]:
-    """Run the plainest of servers, which answers after `delay` milliseconds, and yield its address."""
+    """Run the simplest server, which answers after `delay` milliseconds, and yield its address."""
     server_file = str(Path(__file__).parent / "_object_server.py")
     program = [sys.executable, server_file, "--delay", str(delay)]
     os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
@@ -263,7 +263,7 @@ def serve_objects(delay: float = 0.0) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         finally:
-            server.communicate()  # it ends with its input, and takes its objects along
+            server.communicate()  # it ends with its input, and drops its objects
 
 
 def open_object(url: str, size: int, prefix: str) -> Backend:
@@ -272,7 +272,7 @@ def open_object(url: str, size: int, prefix: str) -> Backend:
 
 
 class Obstore(Mover):
-    """obstore as it comes: one call for each row."""
+    """Plain obstore: one call for each row."""
 
     def __init__(self, url: str, _size: int, **settings: Any) -> None:
         self._obstore = import_module("obstore")
@@ -394,7 +394,7 @@ class BareMooncake(Mover):
 
 
 class BareMooncakeWithHeader(BareMooncake):
-    """The same calls, of as many bytes as ours: a header goes along with each row."""
+    """The same calls with as many bytes as ours: each row has a header."""
 
     def _names(self, numbers: Sequence[int]) -> list[str]:
         return [f"with header {number}" for number in numbers]
@@ -403,14 +403,15 @@ class BareMooncakeWithHeader(BareMooncake):
         return [row.ctypes.data for row in rows], [row.nbytes + HEADER_BYTES for row in rows]
 
 
-# -- what is measured ------------------------------------------------------------------------------
+# -- the measurements ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Section:
-    """A kind of tier: its server, our backend on it, its peers, and what is asked of ours beside each.
+    """A kind of tier: its server, our backend on it, its peers, and the target ratio to each peer.
 
-    `opens` and `peers` get what `serve` yields and the bytes of a row, ours what names begin with, too.
+    `opens` and `peers` get the value that `serve` yields and the bytes of a row; `opens` also gets the
+    prefix of names.
     """
 
     serve: Callable[[], AbstractContextManager[str]]
@@ -419,7 +420,7 @@ class Section:
     bars: dict[str, float]
     """The least ratio, by `put / peer` and `get / peer`."""
     threads: int = 4
-    """Of an engine's tier, by default."""
+    """The default number of threads of an engine's tier."""
     room: int = 0
     """Bytes behind each row."""
 
@@ -457,14 +458,14 @@ SECTIONS = {
 
 
 class Cell(NamedTuple):
-    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes."""
+    """One measurement: bytes per second, and CPU seconds per 10^9 bytes."""
 
     speed: float
     cpu: float
 
 
 def timed(nbytes: int, action: Callable[[], object]) -> Cell:
-    """Return what an action took."""
+    """Time an action."""
     cpu, start = time.process_time(), time.perf_counter()
     action()
     seconds = time.perf_counter() - start
@@ -472,7 +473,7 @@ def timed(nbytes: int, action: Callable[[], object]) -> Cell:
 
 
 def make_slots(count: int, slot_bytes: int) -> Rows:
-    """Return the memory of rows, with random bytes, no two rows the same."""
+    """Return the memory of rows, with random bytes; all rows differ."""
     slots = np.empty((count, slot_bytes), np.uint8)
     slots[:] = np.random.default_rng(0).integers(0, 256, slot_bytes, dtype=np.uint8)
     slots[:, :8] = np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
@@ -488,7 +489,7 @@ def in_batches(pool: Executor, move: Callable[[Sequence[int], Rows], None], rows
 
 
 def seal_all(numbers: Sequence[int], rows: Rows) -> None:
-    """Make the seals of rows, and do nothing with them."""
+    """Make the seals of rows, and drop them."""
     for number, row in zip(numbers, rows, strict=True):
         seal_of(SCOPE, key_of(number), (row.data,))
 
@@ -496,7 +497,7 @@ def seal_all(numbers: Sequence[int], rows: Rows) -> None:
 def bench_rows(
     section: Section, url: str, size: int, nbytes: int, rounds: int, pool: Executor
 ) -> dict[str, Any]:
-    """Let ours and its peers take turns."""
+    """Measure ours and its peers in turns."""
     memory = make_slots(2 * (nbytes // size), size + section.room)
     rows, found = np.split(memory[:, :size], 2)
     movers: dict[str, Mover] = {
@@ -514,7 +515,7 @@ def bench_rows(
     cells: dict[str, list[Cell]] = {f"{name} {way}": [] for way in ("put", "get") for name in movers}
     cells["seals"] = []
     for turn in range(-1, rounds):
-        names = [*movers][turn % len(movers) :] + [*movers][: turn % len(movers)]  # everybody begins in turn
+        names = [*movers][turn % len(movers) :] + [*movers][: turn % len(movers)]  # each begins in turn
         for name in names:
             in_batches(pool, movers[name].forget_some, rows)
             cells[f"{name} put"].append(timed(rows.nbytes, move(movers[name].put, rows)))
@@ -523,7 +524,7 @@ def bench_rows(
             cells[f"{name} get"].append(timed(rows.nbytes, move(movers[name].get, found)))
             assert np.array_equal(found, rows), name
         cells["seals"].append(timed(rows.nbytes, move(seal_all, rows)))
-        if turn < 0:  # a first round that does not count
+        if turn < 0:  # the first round does not count
             for part in cells.values():
                 part.clear()
     finds: dict[str, list[float]] = {name: [] for name in movers}
@@ -559,7 +560,7 @@ def summarize(size: int, cells: dict[str, list[Cell]], finds: dict[str, list[flo
 
 
 def compare(ours: list[Cell], theirs: list[Cell]) -> dict[str, float]:
-    """Return how often as fast as theirs ours was, over the rounds."""
+    """Return the ratio of our speed to theirs, over the rounds."""
     both = [one.speed / other.speed for one, other in zip(ours, theirs, strict=True)]
     return {"median": median(both), "least": min(both), "most": max(both)}
 
@@ -568,7 +569,7 @@ def compare(ours: list[Cell], theirs: list[Cell]) -> dict[str, float]:
 
 
 class EngineProcess:
-    """A process that moves rows as an engine's tier does, when it is told to."""
+    """A process that moves rows like an engine's tier, on command."""
 
     def __init__(self, kind: str, url: str, number: int, mib: int) -> None:
         words = ["--engine", str(number), "--only", kind, "--url", url, "--mib", str(mib)]
@@ -591,7 +592,7 @@ class EngineProcess:
 
 
 def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
-    """Be such a process: put own rows, get those of the next engine; one word on each line of the input."""
+    """Run such a process: put own rows, get those of the next engine; one command per line of input."""
     size = SIZES[1]
     memory = make_slots(nbytes // size, size + section.room)
     rows = memory[:, :size]
@@ -621,7 +622,7 @@ def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
 def bench_engines(
     kind: str, section: Section, url: str, numbers: Sequence[int], mib: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Let 1, 2, 4 engines put and get at once, in turns; each gets what another has put."""
+    """Let 1, 2, 4 engines put and get at once, in turns; each gets another engine's rows."""
     engines = [EngineProcess(kind, url, number, mib) for number in range(max(numbers))]
     speeds: dict[tuple[int, str], list[float]] = {}
     for turn in range(-1, rounds):
@@ -646,7 +647,7 @@ def bench_engines(
 
 
 def show(kind: str, section: Section, results: dict[str, Any]) -> None:
-    """Print what was measured, and what was asked for."""
+    """Print the measurements, and their targets."""
     for result in results["rows"]:
         print(f"\n{kind}, rows of {result['row_bytes'] >> 10} KiB: GB/s [CPU seconds for 10^9 bytes]")
         for name, speed in result["gbps"].items():

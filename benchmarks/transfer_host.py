@@ -1,13 +1,13 @@
-"""How fast the host handlers move pages, beside one bare memcpy of the same bytes in the same run.
+"""How fast the host handlers move pages, compared with one bare memcpy of the same bytes in the same run.
 
     python benchmarks/transfer_host.py [--mib 64] [--ways] [--json FILE]
 
-Blocks and slots are scattered, the worst case. `stacked`: all layers in one allocation, as `kvtier.engine`
-has them; `separate`: an allocation for each layer and half. The time of a job is from `transfer_async` until
-`wait` returns.
+Blocks and slots are scattered, the worst case. `stacked`: all layers in one allocation, as in
+`kvtier.engine`; `separate`: an allocation for each layer and half. The time of a job is from
+`transfer_async` until `wait` returns.
 
-`--ways` compares ways to copy scattered pages without the handler, for stores into the pool: the reason why
-`kvtier.transfer.pages` is what it is.
+`--ways` compares ways to copy scattered pages without the handler, for stores into the pool: the reason for
+the design of `kvtier.transfer.pages`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDS = 15
 def best(size: int, *actions: Callable[[], object]) -> list[float]:
     """Return the best GB/s of each action.
 
-    They take turns, so that a busy machine is busy for all of them.
+    They take turns, so that a busy machine disturbs all of them alike.
     """
     seconds: list[list[float]] = [[] for _ in actions]
     for _ in range(ROUNDS + 1):

@@ -1,16 +1,16 @@
-"""Claim: a prompt whose KV is in the pool has its first token many times sooner than one that is
-computed.
+"""Claim: a prompt whose KV is in the pool gets its first token many times sooner than a computed one.
 
-For each prompt length, in turns: a prompt that nobody has seen (recompute), the same prompt after the engine
-has forgotten it so that only the pool has it (load), and a bare memcpy of as many bytes between memory
-that no cache holds. Medians over many prompts; one request at a time, so that nothing hides a load. Where
-the time of a loaded prompt goes: asking, and planning the load (ask, plan); the load job, from its start
-until a worker knows that it is over (job), and telling so (end); the pass over the last token, which is
-always computed (token); and the rest of the engine's two steps. A pass in float64 first shows that computed
-and loaded KV give the same tokens.
+For each prompt length, in turns: a new prompt (recompute), the same prompt after the engine has forgotten
+it so that only the pool has it (load), and a bare memcpy of as many bytes between memory that no cache
+holds. Medians over many prompts; one request at a time, so that nothing hides a load. The time of a loaded
+prompt consists of: asking, and planning the load (ask, plan); the load job, from its start until a worker
+knows that it is over (job), and reporting that (end); the pass over the last token, which is always
+computed (token); and the rest of the engine's two steps. A pass in float64 first shows that computed and
+loaded KV give the same tokens.
 
-`--disk` asks after a restart instead: an engine computes prompts and ends, another opens the same folder and
-answers them from its disk tier, whether that is faster or not. Bare reads of as many bytes are beside it.
+`--disk` measures a restart instead: an engine computes prompts and ends, another opens the same folder and
+answers them from its disk tier, whether that is faster or not. Bare reads of as many bytes are measured
+beside it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LENGTHS = (256, 1024, 2048)
 ANSWER = 4
 MIN_ROUNDS = 5
 COLD_BYTES = 128 << 20
-"""Memory that a memcpy goes through in turns: more than caches hold."""
+"""The memory that memcpy cycles through: more than caches hold."""
 PARTS: dict[str, tuple[str, ...]] = {
     "ask": ("get_num_new_matched_tokens",),
     "plan": ("update_state_after_alloc", "build_connector_meta"),
@@ -57,7 +57,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """How long one first token took, and which calls of that."""
+    """The time of one first token, and of the calls in it."""
 
     seconds: float
     calls: Seconds
@@ -101,7 +101,7 @@ def first_token(engine: Engine, stopwatch: Stopwatch, prompt: list[int], tier: s
 def compute_and_load(
     engine: Engine, stopwatch: Stopwatch, prompt: list[int]
 ) -> tuple[FirstToken, FirstToken]:
-    """Have a prompt computed, let the engine forget it, and have it loaded."""
+    """Compute a prompt, let the engine forget it, and load it."""
     computed = first_token(engine, stopwatch, prompt)
     engine.reset_prefix_cache()
     loaded = first_token(engine, stopwatch, prompt)
@@ -112,7 +112,7 @@ def compute_and_load(
 
 
 def memcpy_seconds(memory: npt.NDArray[np.uint8], size: int) -> Iterator[float]:
-    """Yield how long a bare copy of `size` bytes takes, each time between other parts of the memory."""
+    """Yield the time of a bare copy of `size` bytes, each time between other parts of the memory."""
     source, target = memory
     while True:
         for offset in range(0, COLD_BYTES - size + 1, size):
@@ -122,9 +122,7 @@ def memcpy_seconds(memory: npt.NDArray[np.uint8], size: int) -> Iterator[float]:
 
 
 def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch) -> Engine:
-    """Return an engine that holds one prompt, with a pool that holds several, and all its
-    calls watched.
-    """
+    """Return an engine for one prompt, with a pool for several, and a stopwatch on all its calls."""
     config = EngineConfig(
         num_blocks=2 + (max(lengths) + ANSWER) // 16, compute_dtype=compute_dtype, kv_events=True
     )
@@ -137,7 +135,7 @@ def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch
 
 
 def check_tokens(lengths: Sequence[int]) -> None:
-    """Compare tokens where they do not depend on how a prompt is cut into steps: in float64."""
+    """Compare tokens in float64, where they do not depend on how a prompt is cut into steps."""
     stopwatch = Stopwatch()
     with make_engine("float64", lengths, stopwatch) as engine:
         for length in lengths:
@@ -151,7 +149,7 @@ def check_tokens(lengths: Sequence[int]) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Go through all lengths again and again, for a while; return the numbers of each."""
+    """Measure all lengths repeatedly, for a while; return the numbers of each."""
     stopwatch, source = Stopwatch(), random.Random(0)
     with make_engine("float32", arguments.lengths, stopwatch) as engine:
         compute_and_load(engine, stopwatch, random_prompt(source, min(arguments.lengths)))
@@ -171,9 +169,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_restarts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Have prompts computed, end the engine, and have the next one answer them from disk; again
-    and again.
-    """
+    """Repeatedly compute prompts, end the engine, and let the next one answer them from disk."""
     lengths, source, stopwatch = arguments.lengths, random.Random(0), Stopwatch()
     config = EngineConfig(num_blocks=2 + (max(lengths) + ANSWER) // 16, kv_events=True)
     model = make_model(config)
@@ -201,7 +197,7 @@ def measure_restarts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def read_seconds(path: Path, sizes: Sequence[int]) -> list[float]:
-    """Time reads of so many bytes, past the page cache, by four threads in pieces of 1 MiB."""
+    """Time direct reads of these sizes, by four threads in pieces of 1 MiB."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     piece = 1 << 20
     buffers = [mmap.mmap(-1, piece) for _ in range(4)]
@@ -281,9 +277,9 @@ def summarize(length: int, size: int, rounds: list[Round]) -> dict[str, Any]:
 
 
 def divide(token: FirstToken) -> dict[str, float]:
-    """Return what the time of a first token consists of."""
+    """Return the parts of a first token's time."""
     parts = {part: sum(token.calls[name] for name in names) for part, names in PARTS.items()}
-    parts["token"] -= token.calls["await_layer"]  # which is called while the token is computed ahead
+    parts["token"] -= token.calls["await_layer"]  # it is called while the token is computed ahead
     return parts | {"rest": token.seconds - sum(parts.values())}
 
 

@@ -1,16 +1,19 @@
-"""Claim: in vLLM a prompt's first token comes from disk as soon as the disk allows, and the cost rule knows
-when computing is sooner.
+"""Claim: in vLLM a prompt's first token comes from disk as soon as the disk allows.
+
+And the cost rule knows when computing is faster.
 
     python benchmarks/vllm_disk.py [--seconds 120] [--folder FOLDER] [--json FILE]
 
 One engine of vLLM 0.32 with an 8B-shaped Llama (random weights, bf16, CUDA graphs) and kvtier over a disk
 tier in a folder. For each length a prompt is computed and written, and then its first token is timed, in
-turns: computed; from disk, when GPU and pool have evicted it, with the cost rule off; from the pool. Beside
-them, in the same turns, the bare disk: the same bytes read with direct I/O, by one thread after the other
-and by as many threads as the tier has. Then what the rule would have chosen, by what it has learnt.
+turns: computed; from disk, when GPU and pool have evicted it, with the cost rule off; from the pool. In the
+same turns the bare disk is measured: the same bytes read with direct I/O, by one thread and by as many
+threads as the tier has. At the end the benchmark prints what the rule would have chosen, from what it has
+learnt.
 
-Results are printed and written as they come. `--seconds` bounds the whole run: what would not fit is left
-out and said. Needs vLLM 0.32 for this machine and kvtier; `--tiny` tries the program out on the CPU build.
+Results are printed and written as they come. `--seconds` bounds the whole run: lengths that would not fit
+are left out, and reported. Needs vLLM 0.32 for this machine and kvtier; `--tiny` tries the program on the
+CPU build.
 """
 
 from __future__ import annotations
@@ -32,11 +35,11 @@ from _vllm_arm import Arm, ArmPlan
 from vllm_gpu import CPU, GPU, Sizes
 
 THREADS = 8
-"""As many as a disk tier has."""
+"""The number of threads of a disk tier."""
 PIECE = 16 << 20
 """Bytes of one direct read."""
 RESERVE = 3.0
-"""Seconds that are kept for the end."""
+"""Seconds that are reserved for the end."""
 
 
 class DiskSizes(NamedTuple):
@@ -49,7 +52,7 @@ class DiskSizes(NamedTuple):
 
 
 ONE_GRAPH = dict(GPU.options["compilation_config"]) | {"cudagraph_capture_sizes": [1]}
-"""There is one request at a time."""
+"""One size, because there is one request at a time."""
 ON_GPU = DiskSizes(
     GPU._replace(options=dict(GPU.options) | {"max_num_seqs": 1, "compilation_config": ONE_GRAPH}),
     lengths=(4096, 16384, 32768),
@@ -62,7 +65,7 @@ Result = dict[str, Any]
 
 
 class Clock:
-    """How much of the time is left."""
+    """The time that is left."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self._seconds = time.perf_counter(), seconds
@@ -74,16 +77,16 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds until the end, less the reserve; never none, so that a wait may begin."""
+        """Seconds until the end, less the reserve; never 0, so that a wait may begin."""
         return max(0.1, self._seconds - RESERVE - self.passed)
 
     def say(self, text: str) -> None:
-        """Print a line, at once."""
+        """Print a line at once."""
         print(f"[{self.passed:6.1f} s] {text}", flush=True)
 
 
 def read_bare(file: Path, start: int, size: int, threads: int) -> float:
-    """Return the seconds that direct reads of a range take, in pieces, by threads with a part each."""
+    """Return the seconds of direct reads of a range, in pieces, by threads with a part each."""
     descriptor = open_direct(file)
     try:
         parts = [(start + size * at // threads, start + size * (at + 1) // threads) for at in range(threads)]
@@ -91,7 +94,7 @@ def read_bare(file: Path, start: int, size: int, threads: int) -> float:
         with ThreadPoolExecutor(threads) as pool:
             buffers = [mmap.mmap(-1, PIECE) for _ in parts]
             for buffer in buffers:
-                buffer.write(bytes(PIECE))  # so that no page is taken while it is timed
+                buffer.write(bytes(PIECE))  # so that no page is allocated during the measurement
             begin = time.perf_counter()
             list(pool.map(lambda part, buffer: read_part(descriptor, part, buffer), parts, buffers))
             return time.perf_counter() - begin
@@ -112,7 +115,7 @@ def read_part(descriptor: int, part: tuple[int, int], buffer: mmap.mmap) -> None
 
 
 def open_direct(file: Path) -> int:
-    """Open a file for direct reads; without the page cache's copy of it where there are no such reads."""
+    """Open a file for direct reads; without direct I/O, drop the page cache's copy of it."""
     try:
         return os.open(file, os.O_RDONLY | os.O_DIRECT)
     except OSError:
@@ -122,7 +125,7 @@ def open_direct(file: Path) -> int:
 
 
 def plan_arm(sizes: DiskSizes, model: Path, folder: Path) -> ArmPlan:
-    """Return an engine with kvtier over a disk in a folder, and with patience."""
+    """Return the plan of an engine with kvtier over a disk in a folder, with long deadlines."""
     settings: Mapping[str, Any] = {
         "cpu": {"capacity": sizes.pool},
         "tiers": [{"disk": {"path": str(folder), "capacity": sizes.disk}}],
@@ -140,9 +143,7 @@ def plan_arm(sizes: DiskSizes, model: Path, folder: Path) -> ArmPlan:
 def measure_length(
     arm: Arm, clock: Clock, folder: Path, length: int, start: int, repetitions: int
 ) -> Result:
-    """Write a prompt, whose first row lies at byte `start` of the slots, and time its first
-    token so often.
-    """
+    """Write a prompt, whose first row is at byte `start` of the slots, and time its first token."""
     filled = arm.ask("fill_disk", clock.left, length=length, seconds=clock.left - 1)
     clock.say(
         f"{length:,} tokens: {filled['written']} of {filled['rows']} rows written in "
@@ -164,7 +165,7 @@ def measure_length(
 
 
 def summarize(row: Result) -> Result:
-    """Return medians, in milliseconds, and what the rule expects and chooses."""
+    """Return medians, in milliseconds, and the rule's expectation and choice."""
     runs, expected = row["runs"], row["runs"][-1]["expected"]
     names = ("computed", "disk", "pool", "bare", "bare_threads")
     medians = {name: 1e3 * statistics.median(run[name] for run in runs) for name in names}
@@ -193,7 +194,7 @@ def show(rows: list[Result]) -> None:
 
 
 def main() -> None:
-    """Measure what fits into the time, and print and write it as it comes."""
+    """Measure as much as fits into the time; print and write results as they come."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,25 +1,24 @@
-"""Claim: in vLLM on a GPU an evicted prompt's first token comes as soon as the bus allows, and sooner than
-with vLLM's own.
+"""Claim: in vLLM on a GPU an evicted prompt's first token comes as soon as the bus allows.
+
+And it comes sooner than with vLLM's own connector.
 
     python benchmarks/vllm_gpu.py [--json FILE] [--plot FILE.svg]
 
-Engines of vLLM 0.32 with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in a process of its
-own, take turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with
-the same host memory; a name that ends in a layout, as in kvtier-LBNHC, is an engine with that layout of its
-cache, any other has what it asks for itself.
+Engines of vLLM 0.32 with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in its own process,
+take turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with the
+same host memory. A name that ends in a layout, as in kvtier-LBNHC, is an engine with that cache layout; any
+other engine has the layout that it asks for itself.
 
-First token       a prompt that nobody has seen; after vLLM has evicted it; once more, when vLLM has it
-(hit).
-                  The least that a load can take without overlap is that hit and the prompt's bytes at the
-                  speed of one large pinned copy, which is measured in every turn.
-Chats             turns of conversations of which vLLM's cache holds a quarter: so many requests at once
-                  (closed loop), and so many a second (open loop). Requests a second, time to the first
-                  token, and from one token to the next.
-Nothing to reuse  prompts that all differ: a connector looks up in vain, stores, and evicts again. Ratios to
-                  off, turn by turn.
+First token       a new prompt; after vLLM has evicted it; once more, when vLLM has it (hit). A load without
+                  overlap takes at least the time of that hit plus the prompt's bytes at the speed of one
+                  large pinned copy, which is measured in every turn.
+Chats             turns of conversations of which vLLM's cache holds a quarter: a fixed number of requests at
+                  once (closed loop), and per second (open loop). Figures: requests per second, time to the
+                  first token, and from one token to the next.
+Nothing to reuse  prompts that all differ: a connector looks up without success, stores, and evicts again.
+                  Ratios to off, turn by turn.
 
-Needs vLLM 0.32 for this machine and kvtier. Without a GPU, `--small` tries the program out on vLLM's CPU
-build.
+Needs vLLM 0.32 for this machine and kvtier. Without a GPU, `--small` tries the program on vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ SMALL = LLAMA_8B | {
 
 
 class Sizes(NamedTuple):
-    """What is measured, and on what."""
+    """The sizes of a measurement: model, options, memory and workloads."""
 
     model: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -104,7 +103,7 @@ GPU = Sizes(
     rates=[6, 9, 12],
     unique=[2048, 3072, 4096, 1024, 2048, 4096],
 )
-"""The cache holds 49,152 tokens, the chats have 196,608 in the end, and the pool holds 212,992."""
+"""The cache holds 49,152 tokens, the chats have 196,608 at the end, and the pool holds 212,992."""
 CPU = Sizes(
     model=SMALL,
     options={
@@ -127,20 +126,20 @@ LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
 BARS = {"of_least": 1.1, "sooner_than_own": 1.3, "chats_own": 1.0, "chats_off": 1.5, "unique": 0.98}
 PARTS = ("unique", "first", "closed", "open")
 LONG = 4096
-"""From so many tokens on the bars of the first token count."""
+"""The prompt length from which on the bars of the first token count."""
 
 Result = dict[str, Any]
 Results = dict[str, Any]
 
 
 def plan_arm(name: str, sizes: Sizes, model: Path) -> ArmPlan:
-    """Return what the arm of this name is."""
+    """Return the plan of the arm with this name."""
     kind, _, layout = name.partition("-")
     transfers: dict[str, Mapping[str, Any] | None] = {
         "off": None,
         "own": {
             "kv_connector": "OffloadingConnector",
-            # What was generated is kept too, as kvtier does: chats come back with it.
+            # Generated tokens are kept too, as in kvtier: chats send them again.
             "kv_connector_extra_config": {"cpu_bytes_to_use": sizes.pool, "offload_prompt_only": False},
         },
         "kvtier": {
@@ -190,13 +189,13 @@ def measure_first(arms: Sequence[Arm], sizes: Sizes, turns: int, repetitions: in
 
 
 def in_turn(arms: Sequence[Arm], turn: int) -> list[Arm]:
-    """Return the arms in the order of a turn: each turn begins with another."""
+    """Return the arms in the order of a turn: each turn begins with another arm."""
     first = turn % len(arms)
     return [*arms[first:], *arms[:first]]
 
 
 def measure_chats(arms: Sequence[Arm], sizes: Sizes, rounds: int, rate: float | None) -> Result:
-    """Serve the same chats by all arms in turns, and return what a user sees of each."""
+    """Serve the same chats by all arms in turns, and return the figures that a user sees of each."""
     served: dict[str, list[Result]] = {arm.name: [] for arm in arms}
     for turn in range(rounds):
         for arm in in_turn(arms, turn):
@@ -205,7 +204,7 @@ def measure_chats(arms: Sequence[Arm], sizes: Sizes, rounds: int, rate: float | 
 
 
 def summarize(runs: list[Result]) -> Result:
-    """Return what a user sees of one arm over its rounds."""
+    """Return the figures that a user sees of one arm, over its rounds."""
     return {
         "requests_per_second": [run["requests"] / run["seconds"] for run in runs],
         "ttft_ms": quantiles([value for run in runs for value in run["ttft"]]),
@@ -246,7 +245,7 @@ def measure_unique(arms: Sequence[Arm], sizes: Sizes, rounds: int) -> Result:
 
 
 def judge(results: Results) -> Result:
-    """Hold each arm with kvtier against the bars."""
+    """Compare each arm with kvtier with the bars."""
     verdicts: Result = {}
     for name in [name for name in results["arms"] if name.startswith("kvtier")]:
         long = [row for row in results.get("first", []) if row["tokens"] >= LONG]
@@ -358,7 +357,7 @@ def show(results: Results) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for. Results are written after each part."""
+    """Measure, print, and write the requested files. Results are written after each part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,20 +1,18 @@
-"""Claim: turns of a chat that vLLM has evicted get their first token several times sooner with kvtier, at no
-cost to others.
+"""Claim: evicted turns of a chat get their first token several times sooner with kvtier, at no other cost.
 
-Engines of vLLM's CPU build live in one process and run in turns, so that what disturbs one disturbs the
-other.
+Engines of vLLM's CPU build live in one process and run in turns, so that disturbances affect both.
 
-Chats: several conversations go on at once, each turn sends all that was said, and vLLM's cache holds a third
-of them. What counts are the time to the first token, the prompt tokens computed, and the tokens served in a
-second, by vLLM alone (off) and with kvtier (on), whose tokens are compared.
+Chats: several conversations go on at once, each turn sends everything said so far, and vLLM's cache holds a
+third of them. The figures are the time to the first token, the prompt tokens computed, and the tokens
+served per second, by vLLM alone (off) and with kvtier (on), whose tokens are compared.
 
-Nothing to reuse: prompts that all differ, so that kvtier looks up in vain, stores, and evicts again. Each
-pair of neighbouring runs of off and on gives a ratio; the median of many stands on a machine that does other
-things too.
+Nothing to reuse: prompts that all differ, so that kvtier looks up without success, stores, and evicts
+again. Each pair of neighbouring runs of off and on gives a ratio; the median of many is stable on a machine
+that does other things too.
 
-Scheduler: what vLLM's scheduler spends in the hooks of its connector, for each step that computes, with
-kvtier and with vLLM's own offloading connector and manager. The worker of the latter is replaced by a plain
-copy, since vLLM's needs a GPU. Prompts are long and the model has one layer: it is the number of blocks that
+Scheduler: the time of vLLM's scheduler in the hooks of its connector, for each step that computes, with
+kvtier and with vLLM's own offloading connector and manager. A plain copy replaces the worker of the latter,
+since vLLM's needs a GPU. Prompts are long and the model has one layer, because only the number of blocks
 matters here. Needs an environment with vLLM 0.32 and kvtier (`make bench` builds one).
 """
 
@@ -34,7 +32,7 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
-# First: it sets what torch reads when it is imported.
+# First: it sets variables that torch reads when it is imported.
 from _vllm import (
     BLOCK,
     THREADS,
@@ -56,9 +54,7 @@ MIN_ROUNDS = 3
 
 
 class Chats(NamedTuple):
-    """Conversations: how many, turns of each, tokens of the first message, of each later one and of an
-    answer.
-    """
+    """Conversations: their number, turns of each, tokens of the first message, later ones, an answer."""
 
     chats: int
     turns: int
@@ -80,9 +76,7 @@ OPTIONS = {
     "num_gpu_blocks_override": 72,
     "kv_cache_memory_bytes": 64 << 20,
 }
-"""72 blocks are 2,304 tokens: a third of what all chats have in the end, and room for a run of unique
-prompts.
-"""
+"""72 blocks are 2,304 tokens: a third of all chats' tokens at the end, and enough for unique prompts."""
 LONG_OPTIONS = OPTIONS | {
     "max_model_len": 8192,
     "max_num_batched_tokens": 2048,
@@ -91,7 +85,7 @@ LONG_OPTIONS = OPTIONS | {
 ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 ONE_LAYER |= {"num_key_value_heads": 2}
 POOL = "96MiB"
-"""Room for 12,288 tokens: two rounds of all chats. Of one layer, for five rounds of the long ones."""
+"""Room for 12,288 tokens: two rounds of all chats; with one layer, five rounds of the long ones."""
 KVTIER = {
     "kv_connector": "KVTierConnector",
     "kv_connector_module_path": "kvtier.integrations.vllm",
@@ -113,7 +107,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Served:
-    """What one engine made of all chats of a round."""
+    """One engine's answers to all chats of a round."""
 
     seconds: float
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
@@ -151,9 +145,7 @@ def serve_chats(engine: VllmEngine, kind: Chats, seed: int) -> Served:
 
 
 def serve_unique(engine: VllmEngine, seed: int) -> tuple[float, float]:
-    """Return how many seconds prompts take that nobody has seen, until their last store is over: by the wall
-    and of CPU.
-    """
+    """Return the seconds that new prompts take until their last store is over: wall time and CPU time."""
     source = random.Random(f"unique {seed}")
     prompts = [random_prompt(source, length) for length in UNIQUE]
     gc.collect()
@@ -200,7 +192,7 @@ def in_turns(
 
 
 def summarize(rounds: list[Served]) -> dict[str, Any]:
-    """Return what a user sees of one engine."""
+    """Return the figures that a user sees of one engine."""
     answers = [(turn, answer) for served in rounds for (_, turn), answer in served.answers.items()]
     return {
         "ttft_ms": quantiles([answer.ttft for _, answer in answers], 1e3),
@@ -232,9 +224,7 @@ def measure_unique(off: VllmEngine, on: VllmEngine, seconds: float) -> dict[str,
 
 
 def measure_scheduler(own: VllmEngine, on: VllmEngine, seconds: float) -> dict[str, Any]:
-    """Serve long chats in turns, and return what the scheduler spent in each connector, in microseconds a
-    step.
-    """
+    """Serve long chats in turns, and return the scheduler's microseconds a step in each connector."""
     spent: dict[VllmEngine, list[float]] = {own: [], on: []}
     for engine in spent:
         engine.time_scheduler()
@@ -295,13 +285,13 @@ def show(console: Console, chats: dict[str, Any], unique: dict[str, Any], schedu
 
 
 def describe(ratio: dict[str, float]) -> str:
-    """Write a ratio and how well it is known."""
+    """Write a ratio with its confidence interval."""
     return f"{ratio['median']:.3f} (95 %: {ratio['low']:.3f} – {ratio['high']:.3f})"
 
 
 @contextmanager
 def engines(options: dict[str, Any], *transfers: Transfer, **model: Any) -> Iterator[list[VllmEngine]]:
-    """Start an engine for each connector, of one model."""
+    """Start an engine for each connector, all with one model."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         weights = save_model(Path(folder), **model)
         yield [

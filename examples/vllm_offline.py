@@ -1,5 +1,4 @@
-"""Ask about documents that do not fit in vLLM's KV cache, twice: the second time their KV comes back from
-host memory.
+"""Ask twice about documents that exceed vLLM's KV cache: the second time their KV comes from host memory.
 
     python examples/vllm_offline.py --model Qwen/Qwen3-0.6B
 
@@ -58,14 +57,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_document(number: int, lines: int) -> str:
-    """Return a text like no other."""
+    """Return a unique text."""
     return "\n".join(
         f"Line {line} : {number * line % 97} and {line * line % 89} ." for line in range(1, lines + 1)
     )
 
 
 def ask(llm: LLM, documents: list[str], question: str) -> None:
-    """Put one question to every document, and say where the documents' KV came from."""
+    """Put one question to every document, and print where the documents' KV came from."""
     loaded = count_loaded(llm)
     started = time.perf_counter()
     outputs = llm.generate(
@@ -78,14 +77,14 @@ def ask(llm: LLM, documents: list[str], question: str) -> None:
 
 
 def count_loaded(llm: LLM) -> int:
-    """Return the tokens that vLLM did not have to compute because kvtier had them."""
+    """Return the number of tokens that vLLM did not compute because kvtier had them."""
     return sum(
         metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits"
     )
 
 
 def count_kvtier(llm: LLM) -> dict[str, int]:
-    """Return what kvtier counts: numbers that a server shows on /metrics, which also has latencies."""
+    """Return kvtier's counts: the numbers that a server shows on /metrics, which also has latencies."""
     counters = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:kvtier_")]
     return {
         metric.name.removeprefix("vllm:kvtier_"): metric.value

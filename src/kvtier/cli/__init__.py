@@ -1,13 +1,14 @@
 """The `kvtier` command.
 
-    0   done; commands that run until they are stopped end so with Ctrl-C, too
-    1   the world or kvtier failed: tokens differ, memory could not be had, output cannot be written, a check
-        found our own bug
-    2   what was asked for is wrong: one line on stderr says what, and nothing was started or is left behind
+    0   done; also if Ctrl-C ends a command that runs until it is stopped
+    1   the world or kvtier failed: tokens differ, not enough memory, output cannot be written, a check found
+        our own bug
+    2   the command line or a file is wrong: one line on stderr says how; nothing was started or is left
+        behind
   130   interrupted
 
-Errors are one line without a traceback; `--debug` shows it. A reader of our output that goes away (`| head`)
-is told nothing. This module is all that is imported before Ctrl-C has been taken care of, so it imports
+Errors are one line without a traceback; `--debug` shows it. If the reader of our output goes away
+(`| head`), the command ends silently. Only this module is imported before Ctrl-C is handled, so it imports
 little; commands import what they need when they run, so that `kvtier doctor` and `kvtier --version` work
 without torch.
 """
@@ -27,7 +28,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code.
 
-    Without arguments it is that of the process, whose Ctrl-C and output streams are then taken charge of.
+    Without `arguments` it runs the command line of the process, and takes over its Ctrl-C and output
+    streams.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -53,13 +55,13 @@ def _explain(error: KVTierError | MemoryError | OSError) -> str:
         return f"a bug in kvtier, please report it: {error}"
     if isinstance(error, MemoryError):
         return f"not enough memory: {error}"
-    if isinstance(error, OSError) and error.filename is None:  # a stream knows no name
+    if isinstance(error, OSError) and error.filename is None:  # streams have no name
         return f"output cannot be written: {error.strerror}"
     return str(error)
 
 
 def _fail(message: str, code: int) -> int:
-    """Say what went wrong in one line, after what was said before."""
+    """Print the problem in one line, after all output so far."""
     flush_output()
     remark(" ".join(f"kvtier: {message}".split()))
     return code

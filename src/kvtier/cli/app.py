@@ -1,4 +1,4 @@
-"""The commands of `kvtier` in one tree, and what a wrong command line is answered."""
+"""The commands of `kvtier` in one tree, and the answer to a wrong command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app.add_typer(events_app, name="events")
 app.add_typer(index_app, name="index")
 app.add_typer(tiers_app, name="tiers")
 
-# What typer raises for a wrong command line has no public name but that of a subclass.
+# typer's exception for a wrong command line is public only as the base of a subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _find_command(arguments: list[str]) -> tuple[str, Any]:
-    """Return the words that name a command, and the command; not every error of typer knows them."""
+    """Return the words that name a command, and the command; not every typer error knows them."""
     words, command = ["kvtier"], typer.main.get_command(app)
     for word in arguments:
         commands = getattr(command, "commands", {})
@@ -67,7 +67,7 @@ def _find_command(arguments: list[str]) -> tuple[str, Any]:
 
 
 def _explain(error: Any, command: Any) -> str:
-    """Return what an option takes that came without its value."""
+    """Describe the value of an option that came without one."""
     name = getattr(error, "option_name", None)
     takes = [option.help for option in command.params if name in option.opts and option.help]
     return f" It takes: {takes[0]}" if takes else ""
@@ -80,7 +80,7 @@ def _print_version(asked: bool) -> None:
 
 
 def _show_help(context: typer.Context) -> None:
-    """Show what there is where no command was named."""
+    """Show the help if no command was named."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -1,8 +1,8 @@
 """The checks of `kvtier doctor`.
 
-Each check is one function that returns one `Check` and never fails: what cannot be found out is said. Only
-what kvtier cannot run without is `FAIL`; torch and everything above it are optional. Nothing is changed,
-also not what is found lying around.
+Each check is one function that returns one `Check` and never fails: it reports what it cannot find out.
+Only a missing requirement of kvtier itself is `FAIL`; torch and everything above it are optional. Nothing
+is changed, not even leftover files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COMFORTABLE = 1 << 30
 
 
 class Status(Enum):
-    """What a check found."""
+    """The result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -51,7 +51,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line. `hint` says what to do, if there is anything to do."""
+    """One line. `hint` says what to do, if anything."""
 
     name: str
     status: Status
@@ -214,9 +214,9 @@ def _check_huge_pages() -> Check:
 
 
 def _check_leftovers() -> Check:
-    """Look for what processes left that were killed while starting.
+    """Look for files of processes that were killed while starting.
 
-    Any start of a shared pool removes it.
+    Any start of a shared pool removes them.
     """
     directory = default_directory()
     try:
@@ -232,10 +232,7 @@ def _check_leftovers() -> Check:
 
 
 def quote(path: Path) -> str:
-    """Write a path for a shell and for a terminal.
-
-    Anybody may have made the file, and have given it any name.
-    """
+    """Write a path for a shell and for a terminal. Any user may have made the file, with any name."""
     if str(path).isprintable():
         return shlex.quote(str(path))
     plain = frozenset(map(ord, string.ascii_letters + string.digits + "/._-%"))

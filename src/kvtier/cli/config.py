@@ -1,6 +1,4 @@
-"""`kvtier config check`: a file of settings as kvtier understands it, or one line that says what is wrong
-with it.
-"""
+"""`kvtier config check`: a file of settings as kvtier understands it, or one line about what is wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ _SIZES = ("capacity", "staging")
 
 
 class _Line(NamedTuple):
-    """One setting as it is shown. `default` is `None` where it must be given."""
+    """One setting for display. `default` is `None` if the setting is required."""
 
     path: str
     value: object
@@ -63,7 +61,7 @@ def check_command(
 
 def _expect_policy(file: Path, path: str, name: str) -> None:
     if ":" in name:
-        sys.path.insert(0, os.getcwd())  # a policy that lies in this folder can be named
+        sys.path.insert(0, os.getcwd())  # so that a policy in this folder can be named
     try:
         make_policy(name, capacity=1)
     except ConfigError as error:
@@ -82,7 +80,7 @@ def _print(config: KVTierConfig) -> None:
 
 
 def _lines(config: KVTierConfig) -> Iterator[_Line]:
-    """Yield every setting that says something, in the order of the documentation."""
+    """Yield every setting that is set, in the order of the documentation."""
     parts: tuple[tuple[str, CPUConfig | KVTierConfig], ...] = (("cpu.", config.cpu), ("", config))
     for prefix, part in parts:
         for setting in fields(part):
@@ -93,7 +91,7 @@ def _lines(config: KVTierConfig) -> Iterator[_Line]:
 
 
 def _write(path: str, value: object) -> str:
-    """Write a value for people, and exactly."""
+    """Write a value exactly, and readable for people."""
     name = path.rpartition(".")[2]
     if isinstance(value, bool):
         return "true" if value else "false"

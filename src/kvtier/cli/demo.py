@@ -1,6 +1,6 @@
 """`kvtier demo`: the demonstration on a terminal. Everything is checked before the first token is computed.
 
-With `--json -` the JSON alone goes to stdout and everything for people to stderr. Files are written at the
+With `--json -` only the JSON goes to stdout and all text for people to stderr. Files are written at the
 end, whole or not at all.
 """
 
@@ -57,7 +57,7 @@ _OPTIONS = {
     "concurrency": "--concurrency",
     "max_num_seqs": "--concurrency",
 }
-"""Which option sets which field, so that an error names what was typed."""
+"""The option that sets each field, so that an error names the option that was typed."""
 
 _Model = Annotated[
     Path | None,
@@ -157,7 +157,7 @@ def demo_command(
 
 
 def _run(settings: DemoSettings, command: list[str], json_file: str | None, report: Path | None) -> bool:
-    """Run the demo, show it, write what was asked for, and say whether all tokens are the same."""
+    """Run the demo, show it, write the requested files, and say whether all tokens are the same."""
     _expect_writable("--report", report)
     _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
     _prepare_engine(settings.kvtier.cpu.policy)
@@ -181,8 +181,9 @@ def _expect_folder(path: Path) -> Path:
 
 
 def _expect_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work that would be lost: by writing beside it, as
-    will be done.
+    """Refuse a file that cannot be written, before any work is lost.
+
+    Tries the later temporary file beside it.
     """
     if path is None:
         return
@@ -194,7 +195,7 @@ def _expect_writable(option: str, path: Path | None) -> None:
         ) from None
     except NotADirectoryError:
         raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}") from None
-    except (OSError, RuntimeError) as error:  # the latter for a loop of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"{option}: expected a file that can be written, got {str(path)!r} ({reason})"
@@ -217,11 +218,11 @@ def _probe(target: Path) -> None:
 
 def _prepare_engine(policy: str) -> None:
     """Import the engine, or say what to install."""
-    # The threads of a parallel loop else spin while they wait for one another. Where other processes want
-    # the cores too, that makes every small step several times slower.
+    # Else the threads of a parallel loop spin while they wait for each other. If other processes need the
+    # cores too, every small step is then several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if ":" in policy:
-        sys.path.insert(0, os.getcwd())  # a policy that lies in this folder can be named
+        sys.path.insert(0, os.getcwd())  # so that a policy in this folder can be named
     try:
         import kvtier.engine  # noqa: F401
     except ModuleNotFoundError as error:
@@ -248,9 +249,9 @@ def _write_json(file: str, result: DemoResult) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file such that nobody ever sees half of it.
+    """Write a file so that no reader ever sees half of it.
 
-    What is no file, a pipe for one, is written to as it is.
+    A target that is not a regular file, e.g. a pipe, is written directly.
     """
     target = path.resolve()
     partial = _partial(target)

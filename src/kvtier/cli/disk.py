@@ -1,4 +1,4 @@
-"""`kvtier disk`: what lies in a disk tier's folder, whether it is whole, and the removal of what is old."""
+"""`kvtier disk`: lists a disk tier's folder, checks whether its rows are whole, and removes old places."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ls_command(path: _Folder, as_json: _Json = False) -> None:
         used_at = datetime.fromtimestamp(place.used_at, UTC).strftime("%Y-%m-%d %H:%M")
         rows.append((_name(path, place), *shape, format_size(place.taken), used_at, _remark(place)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if places else ():  # whole lines, which may wrap: names are there to be copied
+    for row in rows if places else ():  # whole lines that may wrap, so that names can be copied
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if not places:
         typer.echo(f"{path}: no places")
@@ -102,7 +102,7 @@ def gc_command(
 ) -> None:
     """Remove places with all their rows: those named, those not used for long, or all.
 
-    Exits with 1 if some cannot be.
+    Exits with 1 if some cannot be removed.
     """
     found = _find(path)
     if places:
@@ -121,7 +121,7 @@ def gc_command(
         try:
             place.remove()
             told = f"removed {_name(path, place)}, {format_size(place.taken)}"
-        except OutsideError as error:  # the others can be removed all the same
+        except OutsideError as error:  # the others can still be removed
             result["error"] = told = str(error)
         results.append(result)
         if not as_json:

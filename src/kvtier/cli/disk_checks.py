@@ -1,9 +1,8 @@
 """The checks of `kvtier doctor` in the folder of a disk tier.
 
-One line for each question that decides whether the tier works, and how well. As of all checks: what cannot
-be found out is said, and nothing is changed. The speed is measured in a file of its own, which has no name
-from the start, so that nothing is left whatever happens; of a folder that does not exist, where it would be
-made.
+One line for each question that decides whether the tier works, and how well. Like all checks, these report
+what they cannot find out, and change nothing. The speed is measured in a separate file without a name, so
+that nothing is left whatever happens; if the folder does not exist, in the nearest parent that does.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ _REMOTE = {"9p", "afs", "ceph", "cifs", "fuse", "glusterfs", "lustre", "nfs", "n
 _BLOCK = 1 << 20
 _MOST_BYTES = 256 << 20
 _SECONDS = 1.0
-"""For writing, and once more for reading."""
+"""Seconds for writing, and again for reading."""
 _THREADS = 4
 _SLOW = 200e6
-"""Bytes a second: less than any GPU that serves a model computes KV of."""
+"""Bytes per second: slower than any serving GPU computes KV."""
 
 
 def read_folder(text: str) -> Path:
-    """Return the folder that a command line names: none is not the current one."""
+    """Return the folder that a command line names. An empty name does not mean the current folder."""
     if not text:
         raise InputError("expected the path of a folder, got ''; the current one is '.'")
     return Path(text)
 
 
 def examine_disk(path: Path, capacity: int | None = None) -> list[Check]:
-    """Run all checks of a folder that is, or will be, a disk tier's."""
+    """Run all checks of the folder of a disk tier, existing or planned."""
     place = _nearest(path)
     folder, file_system = _check_folder(path, place), _check_file_system(find_mount(place))
     if Status.FAIL in (folder.status, file_system.status):
@@ -62,7 +61,7 @@ def examine_disk(path: Path, capacity: int | None = None) -> list[Check]:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the folder, or the deepest one on the way to it that exists."""
+    """Return the folder, or its deepest existing parent."""
     path = path.absolute()
     return next((found for found in (path, *path.parents) if os.path.lexists(found)), path)
 
@@ -159,7 +158,7 @@ def _check_owner(path: Path) -> Check:
 
 
 def _check_seed() -> Check:
-    """Keys of vLLM begin with a seed: with a random one, no process finds the rows of another."""
+    """Check the seed of vLLM's keys: with a random seed, no process finds the rows of another."""
     name, seed = "disk hash seed", os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return Check(name, Status.OK, f"PYTHONHASHSEED={seed}; a start with the same finds what was written")
@@ -169,7 +168,7 @@ def _check_seed() -> Check:
     return Check(name, Status.OK, detail, "for --prefix-caching-hash-algo xxhash: export PYTHONHASHSEED=0")
 
 
-# -- a file to try things with ---------------------------------------------------------------------
+# -- a file for tests ------------------------------------------------------------------------------
 
 
 class _ProbeFile(NamedTuple):
@@ -181,7 +180,7 @@ class _ProbeFile(NamedTuple):
 
 @contextmanager
 def _probe_file(folder: Path) -> Iterator[_ProbeFile]:
-    """Make a file that is gone when it is closed, however that comes to be."""
+    """Make a file that disappears when it is closed, in whatever way."""
     name = folder / f".kvtier-doctor-{os.getpid()}"
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -202,7 +201,7 @@ def _set_direct(descriptor: int) -> bool:
 
 
 def _measure(probe: _ProbeFile) -> tuple[float, float]:
-    """Return the bytes a second that are written and read, several at once as the tier does it."""
+    """Return the bytes per second of writing and of reading, several at once as in the tier."""
     statistics = os.fstatvfs(probe.descriptor)
     size = min(_MOST_BYTES, statistics.f_bavail * statistics.f_frsize // 4) // _BLOCK * _BLOCK
     if size == 0:
@@ -222,7 +221,7 @@ def _move(
     offsets: Iterable[int],
     finish: Callable[[int], None] = lambda descriptor: None,
 ) -> tuple[list[int], float]:
-    """Move blocks until there are no more or time is up; return which were moved, and how fast."""
+    """Move blocks until none are left or time is up; return the moved offsets, and the speed."""
     began = time.perf_counter()
 
     def move_one(offset: int) -> int | None:

@@ -1,6 +1,6 @@
 """The display of `kvtier demo`: the runs as they go, and the tables at the end.
 
-On a terminal a live table, elsewhere a line for each quarter of a run. Where a table is too wide for the
+On a terminal it is a live table, elsewhere a line for each quarter of a run. If a table is too wide for the
 terminal, its rows become lines that wrap: nothing is cut off. One thread.
 """
 
@@ -36,7 +36,7 @@ __all__ = ["ProgressDisplay", "print_result"]
 _NAMES = {"off": "without kvtier", "on": "with kvtier"}
 _ALL_NAMES = _NAMES | RESTART_RUNS
 _FEW = 8
-"""Requests of a run that is told of once, when it is over."""
+"""A run with fewer requests gets a single line, at its end."""
 _REFRESHES_PER_SECOND = 8
 
 
@@ -51,7 +51,7 @@ class _Run:
     wall: float | None = None
 
     def cells(self) -> tuple[str, str, str, str, str, str]:
-        """Return what is written beside the bar."""
+        """Return the texts beside the bar."""
         result = RunResult(tuple(self.requests), self.wall or time.perf_counter() - self.started)
         return (
             f"{len(self.requests)}/{self.total}",
@@ -95,7 +95,7 @@ class ProgressDisplay:
         self._runs[run] = _Run(run, requests)
 
     def advance(self, run: str, request: RequestResult) -> None:
-        """Count a request of it."""
+        """Count a request of a run."""
         line = self._runs[run]
         line.requests.append(request)
         done, parts = len(line.requests), 4 if line.total >= _FEW else 1
@@ -103,7 +103,7 @@ class ProgressDisplay:
             self._console.print(_sentence(line), soft_wrap=True)
 
     def end(self, run: str, result: RunResult) -> None:
-        """Stop its clock."""
+        """Stop the clock of a run."""
         self._runs[run].wall = result.wall_seconds
 
     def _render(self) -> RenderableType:
@@ -129,7 +129,7 @@ class ProgressDisplay:
 
 
 def _sentence(line: _Run) -> str:
-    """Write all that the live table shows."""
+    """Return everything that the live table shows, as a sentence."""
     count, gpu, loaded, recomputed, ttft, wall = line.cells()
     tokens = f"tokens from GPU {gpu}, loaded {loaded}, recomputed {recomputed}"
     name = _ALL_NAMES[line.name]
@@ -182,7 +182,7 @@ def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 
 
 def _print_restart(console: Console, restart: RestartResult) -> None:
-    """Print the run over a disk: what it was, its table, and what the tier counted."""
+    """Print the run over a disk: its description, its table, and the tier's counts."""
     console.print(Text(describe_restart(restart)), soft_wrap=True)
     rows = list(summarize_restart(restart))
     table = _make_table(("", *RESTART_RUNS.values()), rows)

@@ -1,8 +1,8 @@
-"""`kvtier events check`: compares the blocks that were announced with what the publisher says.
+"""`kvtier events check`: compares the announced blocks with the publisher's own statement.
 
-The subscriber verifies marks with running sums, which trust that no block is announced twice. Here the set
-itself is kept, so that a publisher that breaks that promise is found out, too. For the thread of the
-command alone.
+The subscriber verifies marks with running sums, which assume that no block is announced twice. This module
+keeps the set itself, so it also detects a publisher that breaks that promise. Only the command's thread
+uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["AnnouncedBlocks", "StreamReport", "examine_stream"]
 
 
 class StreamReport(NamedTuple):
-    """Whether nothing is wrong with a stream, and what there is to say about it."""
+    """Whether a stream is good, and the lines to print about it."""
 
     is_good: bool
     lines: list[str]
@@ -30,14 +30,14 @@ class StreamReport(NamedTuple):
 
 @dataclass(slots=True)
 class AnnouncedBlocks:
-    """The blocks that a publisher announced, and how often it stored one twice or removed one not there."""
+    """The blocks that a publisher announced; counts repeated stores, and removals of absent blocks."""
 
     held: dict[tuple[int, Place], set[int]] = field(default_factory=lambda: defaultdict(set))
     stored_twice: int = 0
     removed_unheld: int = 0
 
     def apply(self, batch: DecodedBatch) -> None:
-        """Take a batch in."""
+        """Apply a batch."""
         rank = batch.data_parallel_rank or 0
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
@@ -57,24 +57,24 @@ class AnnouncedBlocks:
             del self.held[key]
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Forget all blocks."""
         self.held.clear()
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks are held."""
+        """Return the number of held blocks."""
         return sum(map(len, self.held.values()))
 
     @property
     def digest(self) -> int:
-        """Return their digest."""
+        """Return the digest of the held blocks."""
         return (
             sum(place_weight(place) * sum(hashes) for (_, place), hashes in self.held.items())
             & (1 << 64) - 1
         )
 
     def compare(self, mark: Mark) -> list[str]:
-        """Return what the publisher says differently, in words; nothing if both hold the same."""
+        """Describe how the publisher's mark differs; empty if both are equal."""
         found = []
         if self.blocks != mark.blocks:
             found.append(f"blocks: the publisher has {mark.blocks:,}, it announced {self.blocks:,}")
@@ -84,7 +84,7 @@ class AnnouncedBlocks:
 
 
 def examine_stream(source: Source, timeout: float) -> StreamReport:
-    """Join a publisher; judge by the first mark once all should be there, or else by what there is."""
+    """Join a publisher; judge by the first mark after the replica is exact, else by the last state."""
     announced, joined, latest, deadline = AnnouncedBlocks(), False, None, time.monotonic() + timeout
     subscriber: Subscriber[DecodedBatch] = Subscriber()
     with subscriber:
@@ -121,7 +121,7 @@ def _report_state(
     timeout: float,
     latest: StreamReport | None,
 ) -> StreamReport:
-    """Say what can be known where no mark proved anything."""
+    """Report the state if no mark has proved anything."""
     reason = f" ({status.reason})" if status.reason else ""
     hint = (
         []
@@ -137,8 +137,7 @@ def _report_state(
         return StreamReport(False, [f"nothing received from {status.name} in {timeout:g} s{reason}"])
     state = f"{status.state} at {status.seq}{reason}"
     if latest is not None:
-        # no mark since it became exact (its heart beats seldom, or not at all): the one before counts, if it
-        # does
+        # no mark since it became exact (a rare heartbeat, or none): an earlier mark counts
         is_good = latest.is_good and status.state is State.EXACT
         return StreamReport(is_good, latest.lines if is_good else [state, *latest.lines, *hint])
     lines = [

@@ -1,7 +1,7 @@
-"""Lines that tell what happens on an event stream: for people, or one JSON object each.
+"""Lines that describe an event stream: for people, or one JSON object each.
 
 JSON lines have a `kind`: `batch` (with `seq`, `ts`, `rank`, `events` as on the wire, `mark`), `state` or
-`forgotten`. What travels as bytes is hex.
+`forgotten`. Bytes are written as hex.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["HumanLines", "JSONLines", "Lines", "describe_mark"]
 
 
 class Lines(Protocol):
-    """Turns what happens into lines."""
+    """Turns updates of a stream into lines."""
 
     def batch(self, time: float, seq: int, batch: DecodedBatch) -> Iterator[str]:
         """Yield the lines of a batch."""
 
     def state(self, time: float, state: str, detail: str) -> Iterator[str]:
-        """Yield the line of a change in how far the stream can be trusted."""
+        """Yield the line of a change of the stream's state."""
 
     def forgotten(self, time: float) -> Iterator[str]:
-        """Yield the line that ends all that was held so far."""
+        """Yield the line for the moment when all blocks so far are forgotten."""
 
 
 class JSONLines:
@@ -59,10 +59,10 @@ class JSONLines:
 
 
 class HumanLines:
-    """A line for each event: when it was received, under which number, and what it says."""
+    """A line for each event: its time of receipt, its number, and its content."""
 
     def batch(self, time: float, seq: int, batch: DecodedBatch) -> Iterator[str]:
-        """Yield a line for each event, for the mark, and for what could not be read."""
+        """Yield a line for each event, for the mark, and for unreadable events."""
         said = [_describe(event) for event in batch.events]
         if batch.mark is not None:
             said.append(f"mark     {describe_mark(batch.mark)}")
@@ -104,7 +104,7 @@ def _span(hashes: Sequence[ExternalBlockHash]) -> str:
 
 
 def _short(block_hash: ExternalBlockHash) -> str:
-    """Return the hash, of a long one its end: that is what its 64-bit form has."""
+    """Return the hash; of a long one only its end, which is its 64-bit form."""
     return f"{block_hash & (1 << 64) - 1:016x}" if isinstance(block_hash, int) else block_hash[-8:].hex()
 
 
@@ -125,16 +125,16 @@ def _plain(value: Any) -> Any:
 
 
 def _key(key: Any) -> str | int | float:
-    """Return a key that JSON can have; msgpack has keys of all types."""
+    """Return a key that JSON allows; msgpack allows keys of all types."""
     return key if type(key) in (str, int, float) else str(_plain(key))
 
 
 def _json(**fields: Any) -> str:
-    return msgspec.json.encode(fields).decode()  # in which NaN is null, as JSON has none
+    return msgspec.json.encode(fields).decode()  # it writes NaN as null, as JSON has no NaN
 
 
 def _printable(text: str) -> str:
-    """Return text that a terminal takes for nothing but text, whatever a publisher sent."""
+    """Return text without control characters, whatever a publisher sent."""
     return (
         text
         if text.isprintable()

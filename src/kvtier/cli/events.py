@@ -1,7 +1,7 @@
 """`kvtier events`: look at a KV event stream, record it, play it again, and check that it is exact.
 
-Output goes to stdout line by line, remarks for people to stderr. Commands that would go on for ever end with
-Ctrl-C, quietly and with exit code 0, and also when whoever reads their output goes away (`| head`).
+Output goes to stdout line by line, remarks for people to stderr. Endless commands end with Ctrl-C, silently
+and with exit code 0, and also when the reader of their output goes away (`| head`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = [
 events_app = typer.Typer(help="Look at a KV event stream, record it, play it again, check it.")
 
 _WAKE = 0.5
-"""How often a quiet stream is left to see whether anybody still reads our output, in seconds."""
+"""Seconds between two checks that the reader of our output is still there, while a stream is silent."""
 
 _QUEUED = 1000
-"""How many batches of a recording may wait to be published."""
+"""The most batches of a recording that wait to be published."""
 
 _Endpoint = Annotated[
     str,
@@ -87,7 +87,7 @@ def tail_command(
 
 
 def _tail(updates: Iterable[Update], lines: Lines, joined: bool, count: int | None) -> None:
-    """Print updates; those that only bring us up to date are left out unless we count as `joined`."""
+    """Print updates; before `joined`, updates that only bring us up to date are left out."""
     from kvtier.events.updates import Received, Reset, State, StateChanged
 
     shown = 0
@@ -139,7 +139,7 @@ def _record(updates: Iterable[Update], writer: RecordingWriter, topic: str, coun
     for update in updates:
         now = time.time()
         if is_resumed and isinstance(update, Received):
-            # what an earlier recording left held is not what is held now
+            # the blocks of an earlier recording are not those held now
             writer.write(RecordedBatch(now, 0, b"", topic))
             is_resumed = False
         if isinstance(update, StateChanged):
@@ -237,7 +237,7 @@ def _publish_recording(
         for number, batch in enumerate(_paced(records, speed), 1):
             publisher.publish(batch)
             if number % _QUEUED == 0:
-                publisher.flush()  # it would leave out what it cannot hold
+                publisher.flush()  # it would drop batches that it cannot hold
         publisher.flush()
         remark(_describe_published(publisher.stats()))
         while keep:
@@ -247,7 +247,7 @@ def _publish_recording(
 
 
 def _describe_published(stats: PublisherStats) -> str:
-    """Say how many batches of a recording went out; the publisher's own are its first and its heartbeats."""
+    """Say how many batches of a recording were published, without its first one and heartbeats."""
     published = stats.sent + stats.joined - stats.heartbeats - 1
     left_out = {"with nothing new": stats.filtered, "events that cannot be read": stats.unencodable}
     return f"{published:,} batches published" + "".join(
@@ -256,9 +256,7 @@ def _describe_published(stats: PublisherStats) -> str:
 
 
 def _paced(records: Iterable[RecordedBatch], speed: float) -> Iterator[KVEventBatch]:
-    """Yield the recorded batches when they are due; what was forgotten is a batch for each rank, which
-    clears it.
-    """
+    """Yield recorded batches when they are due; a forgotten state becomes a clearing batch for each rank."""
     from kvtier.events.types import AllBlocksCleared, KVEventBatch
 
     begun, first = time.monotonic(), None
@@ -285,10 +283,9 @@ def check_command(
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
-    """Join a publisher and compare its digest with that of what it announced.
+    """Join a publisher and compare its digest with that of its announcements.
 
-    Exits with 1 if they differ, or if what it announced is not all. A publisher that is there and idle is
-    not at fault.
+    Exits with 1 if they differ, or if some announcements are missing. An idle publisher is not at fault.
     """
     from kvtier.cli.event_check import examine_stream
 
@@ -309,12 +306,12 @@ def keygen_command(
     say([f"{public}  public: give it to the other side", f"{secret}  secret: keep it here"])
 
 
-# -- what they share -------------------------------------------------------------------------------
+# -- shared by the commands ------------------------------------------------------------------------
 
 
 @contextmanager
 def _following(source: Source) -> Iterator[Iterator[Update]]:
-    """Give what the source says, as long as somebody reads what we print."""
+    """Yield the source's updates, as long as our output is read."""
     from kvtier.events.recording import KeptBatch
     from kvtier.events.subscriber import Subscriber
 

@@ -1,4 +1,4 @@
-"""`kvtier index`: who holds which prefix, as a service that routers ask.
+"""`kvtier index`: which worker holds which prefix, as a service for routers.
 
 SIGINT and SIGTERM end it with exit code 0. Belongs to the main thread.
 """
@@ -26,14 +26,14 @@ index_app = typer.Typer(help="Who holds which prefix, for routers to ask.")
 
 
 class BlockKeys(StrEnum):
-    """By what blocks are known."""
+    """The hash that identifies blocks."""
 
     XXH3 = "xxh3"
     ENGINE = "engine"
 
 
 class Counting(StrEnum):
-    """What removes a block that was stored twice: as many removals, or one."""
+    """How many removals end a block that was stored twice: as many as stores, or one."""
 
     COUNT = "count"
     SET = "set"

@@ -1,8 +1,8 @@
-"""Ctrl-C in the `kvtier` command: it ends the process at once, or raises where work is to be put in order.
+"""Ctrl-C in the `kvtier` command: it ends the process at once, or raises while there is work to clean up.
 
-A command mostly imports, for seconds, and has nothing to put in order. Ctrl-C then ends the process at once:
-an exception that falls into an import may be swallowed, or come out as a traceback. What must be put in
-order runs inside `interruptible`, where Ctrl-C raises `KeyboardInterrupt` as usual. For the main thread.
+A command mostly imports, for seconds, and has nothing to clean up. Ctrl-C then ends the process at once: an
+exception inside an import may be swallowed, or come out as a traceback. Work that needs a cleanup runs
+inside `interruptible`, where Ctrl-C raises `KeyboardInterrupt` as usual. For the main thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ INTERRUPTED = 130
 
 
 def end_at_once() -> None:
-    """From here on Ctrl-C ends the process.
+    """Make Ctrl-C end the process from here on.
 
-    Where it is ignored, as in the background of a script, it stays so.
+    If it is ignored, as in the background of a script, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -36,8 +36,8 @@ def _end(number: int, frame: object) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` inside: there is something to put in order first."""
-    if signal.getsignal(signal.SIGINT) is not _end:  # of a process that is not ours alone
+    """Let Ctrl-C raise `KeyboardInterrupt` inside, because the work needs a cleanup."""
+    if signal.getsignal(signal.SIGINT) is not _end:  # the process is not ours alone
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)

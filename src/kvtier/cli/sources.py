@@ -1,6 +1,6 @@
-"""Publishers as command lines name them: addresses and keys.
+"""Publishers in command lines: addresses and keys.
 
-Pure functions; what is wrong is an `InputError` of one line.
+Pure functions; a wrong value is an `InputError` of one line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"tcp://(?:[^:/\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})|ipc://.+
 
 
 def expect_address(option: str, text: str) -> None:
-    """Refuse what is no address of a publisher."""
+    """Refuse a text that is not the address of a publisher."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[1] or 1) < 1 << 16:
         raise InputError(
@@ -35,7 +35,7 @@ def expect_address(option: str, text: str) -> None:
 
 
 def curve_client(key: str | None, server: str | None) -> CurveClient | None:
-    """Return the keys that a subscriber uses, `None` if it uses none."""
+    """Return the keys of a subscriber, `None` if it uses none."""
     from kvtier.events.curve import CurveClient
 
     if (key is None) != (server is None):

@@ -1,7 +1,6 @@
-"""Output of commands: lines that are printed at once, and what becomes of them when nobody reads or nothing
-can be written.
+"""Output of commands: lines that are printed at once, and the handling of closed or full outputs.
 
-For the thread of the command alone.
+Only the command's thread uses it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ __all__ = [
 
 
 def open_streams() -> None:
-    """Give the process an output and an error stream that take every character, also where it was started
-    without.
-    """
+    """Make stdout and stderr accept every character, and create them if the process has none."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # It lives as long as the process.
@@ -46,7 +43,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 def remark(text: str) -> None:
-    """Print a line for people, which is no output: where it cannot be written, it is left out."""
+    """Print a line for people, not output: if it cannot be written, it is dropped."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -54,9 +51,7 @@ def remark(text: str) -> None:
 
 
 def expect_reader() -> None:
-    """Raise `BrokenPipeError` if nobody reads our output any more; writing would tell that only with the
-    next line.
-    """
+    """Raise `BrokenPipeError` if the reader of our output has gone; a write would tell only later."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):  # not a real file, as in a test
@@ -69,7 +64,7 @@ def expect_reader() -> None:
 
 @contextmanager
 def ending_quietly() -> Iterator[None]:
-    """Take Ctrl-C, or a reader that went away, for the end."""
+    """Treat Ctrl-C, or a reader that went away, as the end."""
     try:
         with interruptible():
             yield
@@ -80,7 +75,7 @@ def ending_quietly() -> Iterator[None]:
 
 
 def flush_output() -> None:
-    """Write what has not been written, if that is possible."""
+    """Write pending output, if possible."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -88,7 +83,7 @@ def flush_output() -> None:
 
 
 def discard_output() -> None:
-    """Give up what has not been written: Python tries once more when it ends, and would complain."""
+    """Drop pending output: else Python tries again at its end, and complains."""
     with suppress(OSError, ValueError):  # not a real file, as in a test
         _redirect(sys.stdout.fileno())
 

@@ -1,8 +1,7 @@
-"""`kvtier tiers check`: opens every configured tier as an engine would, and moves a few rows that it then
-removes.
+"""`kvtier tiers check`: opens every configured tier as an engine would, and moves a few test rows.
 
-A disk is measured in a folder of its own beside the tier's places, which stay as they are; of the tier's
-own folder it says whether there is room, and whether an engine has it. Rows on servers have a namespace
+A disk is measured in a separate folder beside the tier's places, which stay as they are; for the tier's own
+folder the check says whether there is room, and whether an engine owns it. Rows on servers use a namespace
 that no engine has.
 """
 
@@ -47,13 +46,13 @@ tiers_app = typer.Typer(help="Look after the tiers of a config.")
 _PAGE = 4096
 _MOST_BYTES = 128 << 20
 _ROWS_OF_A_CALL = 16
-"""A call that removes rows one by one ends in time: 50 ms for each is usual in object stores."""
+"""Rows per call of `discard`, so that a call ends in time: an object store often takes 50 ms per row."""
 _SECONDS = 30.0
-"""How long anything may take before it counts as not working."""
+"""The longest time for any step before it counts as failed."""
 
 
 class TierCheck(NamedTuple):
-    """What was found of one tier. `problem`: what is wrong; `None`: it works."""
+    """The result of one tier. `problem` says what is wrong; `None`: it works."""
 
     tier: str
     problem: str | None
@@ -63,7 +62,7 @@ class TierCheck(NamedTuple):
     get_bytes_per_second: float | None = None
 
     def sentence(self) -> str:
-        """Say it in a line."""
+        """Return the result as one line."""
         if (
             self.open_seconds is None
             or self.put_bytes_per_second is None
@@ -98,7 +97,7 @@ def check_command(
         raise InputError(
             f"--rows, --row-size: expected {format_size(_MOST_BYTES)} in all, got {format_size(rows * size)}"
         )
-    with _silent("kvtier.tiers"):  # what an engine would log is said here
+    with _silent("kvtier.tiers"):  # the check reports what an engine would log
         checks = [_check(index, tier, config, rows, size) for index, tier in enumerate(config.tiers)]
     if as_json:
         typer.echo(json.dumps([check._asdict() for check in checks], indent=2))
@@ -112,7 +111,7 @@ def _check(index: int, tier: TierConfig, config: KVTierConfig, num_rows: int, ro
         with _scratch(tier, num_rows, row_bytes) as (scratch, problem):
             check = _measure(scratch, config, num_rows, row_bytes)
             return check._replace(problem=check.problem or problem)
-    except ConfigError as error:  # its path is that of a config with this tier alone
+    except ConfigError as error:  # the config in its path has this tier alone
         return TierCheck(tier.kind, str(error).replace("tiers[0]", f"tiers[{index}]", 1))
     except (KVTierError, OSError) as error:
         return TierCheck(tier.kind, _one_line(tier.kind, str(error)))
@@ -120,7 +119,7 @@ def _check(index: int, tier: TierConfig, config: KVTierConfig, num_rows: int, ro
 
 @contextmanager
 def _scratch(tier: TierConfig, num_rows: int, row_bytes: int) -> Iterator[tuple[TierConfig, str | None]]:
-    """Yield settings to measure with, and what is wrong with the tier's own place if something is."""
+    """Yield settings for the measurement, and the problem of the tier's own place, if any."""
     if not isinstance(tier, DiskConfig):
         yield replace(tier, required=False), None
         return
@@ -183,7 +182,7 @@ def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: i
 
 
 def _move(tier: IOTier, names: list[OffloadKey], row_bytes: int, seconds: dict[str, float]) -> str | None:
-    """Put, look up and get rows; say what went wrong."""
+    """Put, look up and get rows; return the problem, if any."""
     payloads, num_rows = {name: secrets.token_bytes(row_bytes) for name in names}, len(names)
     if not tier.is_open():
         return tier.problem or f"{tier.where}: it does not open"
@@ -215,7 +214,7 @@ def _job(number: int, memory: dict[OffloadKey, bytearray]) -> TierJob:
 
 
 def _wait(tier: IOTier, job_id: int, num_rows: int) -> str | None:
-    """Wait until rows are over; say what became of the first that is not done."""
+    """Wait for the results of rows; return the problem of the first that failed."""
     problem: str | None = None
     while num_rows > 0:
         tier.wait_any(0.1)
@@ -228,7 +227,7 @@ def _wait(tier: IOTier, job_id: int, num_rows: int) -> str | None:
 
 
 def _remove(tier: IOTier, names: list[OffloadKey]) -> str | None:
-    """Remove rows, a few in a call; say why some stay."""
+    """Remove rows, a few per call; return why some remain, if any do."""
     if not tier.is_open():
         return None
     for at in range(0, len(names), _ROWS_OF_A_CALL):

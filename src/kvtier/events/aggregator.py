@@ -1,5 +1,4 @@
-"""`KVEventAggregator`: finds the events that all workers report, for connectors whose workers each hold a
-part of the KV.
+"""`KVEventAggregator`: finds the events that all workers of a connector report.
 
 A block is cached once every worker has its part. Workers' batches are added one by one; an event is common
 when at least as many batches hold it as there are workers. Repeated events are counted separately: the

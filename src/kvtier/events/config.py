@@ -1,5 +1,6 @@
-"""`KVEventsConfig`: how events are published. Has the fields and defaults of vLLM's config, and fields of
-our own.
+"""`KVEventsConfig`: how events are published.
+
+Has the fields and defaults of vLLM's config, and fields of our own.
 
 Everything is checked once, when the object is made; a bad value is a `ConfigError` that names its field. The
 object is immutable; any thread may use it.

@@ -68,9 +68,7 @@ def _need_curve() -> None:
 
 @dataclass(frozen=True)
 class CurveServer:
-    """The keys of a publisher: its own, and the folder with the keys of allowed clients (`None`: any
-    client).
-    """
+    """The keys of a publisher: its own, and a folder of allowed clients' keys (`None`: any client)."""
 
     secret_key_file: str
     clients_dir: str | None = None

@@ -151,8 +151,9 @@ class ZmqEventPublisher(EventPublisher):
             outbox.wake()
 
     def shutdown(self) -> None:
-        """Send the waiting batches while `SHUTDOWN_TIMEOUT` lasts, and close everything. A second call does
-        nothing.
+        """Send the waiting batches while `SHUTDOWN_TIMEOUT` lasts, and close everything.
+
+        A second call does nothing.
         """
         self._end()
 

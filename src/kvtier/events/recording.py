@@ -39,9 +39,7 @@ _END_OF_TIME = 253_402_300_800.0  # the year 10000, which clocks do not show
 
 
 class RecordedBatch(NamedTuple):
-    """A batch as it was received. An empty payload marks the moment when everything before was
-    forgotten.
-    """
+    """A batch as it was received. An empty payload marks the moment when everything before was forgotten."""
 
     time: float
     seq: int
@@ -127,8 +125,9 @@ class RecordingReader:
 
 
 class RecordingWriter:
-    """Appends to a recording. `records` counts its records; `cut` is the size of a torn record cut off at
-    opening.
+    """Appends to a recording.
+
+    `records` counts its records; `cut` is the size of a torn record cut off at opening.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -136,7 +135,7 @@ class RecordingWriter:
         self.path = Path(path)
         self.records = self.cut = 0
         with _opening(self.path):
-            # # Unbuffered: a record is then one system call, and a kill can tear only the last one.
+            # Unbuffered: a record is then one system call, and a kill can tear only the last one.
             self._file = self.path.open("ab", buffering=0)
         try:
             self._lock()
@@ -168,8 +167,9 @@ class RecordingWriter:
         self._write(MAGIC[size:])
 
     def write(self, record: RecordedBatch) -> None:
-        """Append a record. If the disk is full, raise `OutsideError` and leave the file without the
-        record.
+        """Append a record.
+
+        If the disk is full, raise `OutsideError` and leave the file without the record.
         """
         topic = record.topic.encode()
         if len(record.payload) > _MAX_PAYLOAD:

@@ -79,15 +79,12 @@ class TierEvent(Protocol):
     def removed(self) -> bool: ...
     @property
     def descriptions(self) -> tuple[bytes, ...] | None:
-        """The `describe_chunks` bytes of each chunk, if they come from a tier (after a restart) and not a
-        store.
-        """
+        """The `describe_chunks` bytes of each chunk, if they come from a restarted tier."""
         ...
 
 
 class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
-    """The content of a chunk as a tier keeps it; without a description, its key's hash and a block size of
-    0.
+    """The content of a chunk as a tier keeps it; without a description, its key's hash and block size 0.
 
     There may be a million, so tokens are packed and the garbage collector does not track them.
     """
@@ -118,14 +115,12 @@ class OffloadingEventsTracker:
     """Knows the blocks of every chunk that is being stored or is held."""
 
     def __init__(self, describe: Describe | None = None) -> None:
-        """Describe requests with `describe`; without it nothing is kept, and all events are
-        placeholders.
-        """
+        """Describe requests with `describe`; without it nothing is kept, and all events are placeholders."""
         self.enabled = describe is not None
         self._describe = describe
         self._planned: dict[OffloadKey, _Chunk] = {}
         self._held: dict[OffloadKey, _Chunk] = {}
-        # # By medium and group: how many held chunks contain a block. A chunk's last block is not counted:
+        # By medium and group: how many held chunks contain a block. A chunk's last block is not counted:
         # it is in no other chunk, because its hash is the key.
         self._shared: dict[tuple[str, int], dict[bytes, int]] = {}
 
@@ -138,9 +133,7 @@ class OffloadingEventsTracker:
     def record_store(
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
-        """Note the content of a request's `offload_block_idx`-th chunk in its group: its store is
-        planned.
-        """
+        """Note the content of a request's `offload_block_idx`-th chunk in its group: a store is planned."""
         if self._describe is not None and group_config.window is None:
             self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
 
@@ -179,8 +172,9 @@ class OffloadingEventsTracker:
         return told
 
     def retell(self) -> list[KVCacheEvent]:
-        """Announce every held chunk again, parents first. For listeners that were told to forget too
-        much.
+        """Announce every held chunk again, parents first.
+
+        For listeners that were told to forget too much.
         """
         told: list[KVCacheEvent] = []
         for medium in sorted({medium for chunk in self._held.values() for medium in _media(chunk)}):
@@ -210,8 +204,9 @@ class OffloadingEventsTracker:
                     self._planned[key] = chunk
 
     def _settle(self, key: OffloadKey, medium: str) -> _Chunk:
-        """Keep the description of a chunk that `medium` holds now. Return it without blocks held there
-        before.
+        """Keep the description of a chunk that `medium` holds now.
+
+        Return it without blocks held there before.
         """
         planned, chunk = self._planned.pop(key, None), self._held.get(key)
         if chunk is None or chunk.block_size == 0:  # else another medium relies on the description

@@ -43,9 +43,7 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, froze
 
 
 def _freeze(value: Any) -> Any:
-    """Return a hashable form of a value, all the way down: extra keys may hold anything that msgpack
-    can.
-    """
+    """Return a hashable form of a value, all the way down: extra keys may hold anything that msgpack can."""
     if isinstance(value, dict):
         return frozenset((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, msgspec.msgpack.Ext):

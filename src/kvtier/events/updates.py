@@ -84,8 +84,9 @@ class Limits:
     backoff_max: float = 30.0
     pending_batches: int = 100_000
     pending_bytes: int = 64 << 20
-    """How much of the live stream waits during a replay. Beyond it all waiting batches are dropped and
-    replayed.
+    """How much of the live stream waits during a replay.
+
+    Beyond it all waiting batches are dropped and replayed.
     """
 
 
@@ -118,8 +119,9 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """The status of one source. `lag` is the age of the newest batch when applied; `seq` is -1 before
-    any.
+    """The status of one source.
+
+    `lag` is the age of the newest batch when applied; `seq` is -1 before any.
     """
 
     name: str

@@ -69,7 +69,7 @@ _SHORT_HEAD = struct.Struct(">BBdB").pack
 _MIDDLE_HEAD = struct.Struct(">BBdBH").pack
 _LONG_HEAD = struct.Struct(">BBdBI").pack
 
-# # The number of fields of an event, by the vLLM version that introduced it.
+# The number of fields of an event, by the vLLM version that introduced it.
 _STORED_FIELDS = (
     ("0.8", 5),
     ("0.10.2", 6),
@@ -83,18 +83,14 @@ _STORED_FIELDS = (
 _REMOVED_FIELDS = (("0.8", 1), ("0.10.2", 2), ("0.20", 3), ("0.26", 4), ("0.32", 5))
 
 
-# # -- the change that a batch makes -----------------------------------------------------------------
+# -- the change that a batch makes -----------------------------------------------------------------
 
 Place = tuple[str, int, str, str]
-"""The place of a block: medium, group, ownership, locality; absent fields of an event have their default
-here.
-"""
+"""The place of a block: medium, group, ownership, locality; absent fields have their default."""
 
 
 class Change(NamedTuple):
-    """The effect of a batch on the set of held blocks: clears it or not, then changes its size and
-    digest.
-    """
+    """The effect of a batch on the set of held blocks: clears it or not, changes its size and digest."""
 
     cleared: bool
     blocks: int
@@ -185,7 +181,7 @@ class EventEncoder:
         self._fields = dict(zip(("BlockStored", "BlockRemoved"), array_fields(version), strict=True))
         named = BlockStored.__struct_fields__[: self._fields["BlockStored"]]
         removed = BlockRemoved.__struct_fields__[: self._fields["BlockRemoved"]]
-        # # Place fields that not both kinds of events can express: consumers never learn of them.
+        # Place fields that not both kinds of events can express: consumers never learn of them.
         self._unsaid = [name for name in _PLACE_FIELDS if name not in named or name not in removed]
         self._encode = msgspec.msgpack.Encoder().encode
 

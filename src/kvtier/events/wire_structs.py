@@ -36,12 +36,12 @@ SALT_KEY = "cache_salt"
 
 _T = TypeVar("_T")
 _MAP_HEADS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
-# # The values of fields that the sender lacks; other fields become None.
+# The values of fields that the sender lacks; other fields become None.
 _LACKING = {
     "token_ids": [],
     "block_size": 0,
 }
-# # The number of fields that all publishers of arrays agree on: those up to the medium.
+# The number of fields that all publishers of arrays agree on: those up to the medium.
 _CORE_FIELDS = {
     BlockStored: 6,
     BlockRemoved: 2,
@@ -149,9 +149,7 @@ class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
 
 
 class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    """The event that carries a mark, as an array: the mark is behind every field that a removal ever
-    had.
-    """
+    """The event that carries a mark, as an array: the mark is behind every field that a removal ever had."""
 
     block_hashes: list[Any]
     medium: Any

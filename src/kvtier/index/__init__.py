@@ -1,7 +1,7 @@
-"""What a router needs: who holds which prefix of a prompt, on which tier, fed by the event stream.
+"""The index for routers: which worker holds which prefix of a prompt, on which tier, fed by events.
 
-`PrefixIndex` answers in-process; `kvtier.index.server.serve` offers it over HTTP in the shape that routers
-already speak. Nothing here needs torch; numba makes it fast where it is installed.
+`PrefixIndex` answers in-process; `kvtier.index.server.serve` offers it over HTTP in the formats that
+routers already use. Nothing here needs torch; numba, if installed, makes it fast.
 """
 
 from kvtier.index.base import Match, StorageTier

@@ -1,10 +1,10 @@
-"""Who may ask an index server, and who may change what it follows.
+"""Access rules: which clients may ask an index server, and which may change what it follows.
 
-A web page that somebody opens must not reach a server on that person's machine or network. So a request
-must name the server by an address, by a loopback name, or by a name that was allowed: a page whose own
-name was pointed at the server (DNS rebinding) names itself. A request that says it comes from another page
-is refused too. Changes must be JSON, which pages of others cannot send unasked, and carry the token where
-there is one. The values here are immutable; any thread may use them.
+A web page in a browser must not reach a server on the user's machine or network. So a request must name the
+server by an address, by a loopback name, or by an allowed name: a page whose own name was pointed at the
+server (DNS rebinding) sends its own name. A request that says it comes from another page is refused too.
+Changes must be JSON, which other pages cannot send without a preflight, and carry the token if there is
+one. The values here are immutable; any thread may use them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LONGEST_TOKEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What clients may do.
+    """The rights of clients.
 
-    `hosts` are names by which they may call the server besides `localhost` and addresses (`*`: any), `token`
-    is what changes must carry (`None`: nothing), and `ipc` lets them register sockets of this machine.
+    `hosts` are names by which clients may call the server, besides `localhost` and addresses (`*`: any).
+    `token` is required for changes (`None`: no token). `ipc` lets clients register sockets of this machine.
     """
 
     hosts: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Access:
     ipc: bool = False
 
     def expect_caller(self, headers: Mapping[str, str]) -> None:
-        """Refuse a request that was not meant for this server, or comes from another's web page."""
+        """Refuse a request that was meant for another server, or comes from another site's web page."""
         host = headers.get("host", "")
         if host and not self._knows(host):
             expected = "expected an address, localhost, or a name given with --allow-host"
@@ -49,7 +49,7 @@ class Access:
         origin = headers.get("origin", "")
         if origin and _netloc_of(origin) != host.lower():
             raise HttpError(403, f"Origin: expected no request from another site, got {origin[:200]!r}")
-        site = headers.get("sec-fetch-site", "none")  # browsers say it where they send no Origin
+        site = headers.get("sec-fetch-site", "none")  # browsers send it even without an Origin
         if site.lower() not in ("none", "same-origin"):
             raise HttpError(
                 403, f"Sec-Fetch-Site: expected no request from another site, got {site[:200]!r}"
@@ -68,7 +68,10 @@ class Access:
             raise HttpError(415, f"Content-Type: expected application/json, got {kind[:200]!r}")
 
     def _knows(self, host: str) -> bool:
-        """Say whether a request with that `Host` was meant for us: others can point only names at us."""
+        """Say whether a request with this `Host` was meant for us.
+
+        An attacker can point only names at us.
+        """
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
@@ -78,7 +81,7 @@ class Access:
 
 
 def _netloc_of(origin: str) -> str | None:
-    """Return host and port of an origin as they stand in a `Host`; `None` where it has none."""
+    """Return host and port of an origin, in the form of a `Host`; `None` if it has none."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:

@@ -1,9 +1,8 @@
-"""The way of a worker's events into an index: which of them count, where their blocks belong, and what they
-do to the table.
+"""Applies a worker's events to an index: which count, in which areas, and the resulting edits.
 
-A batch whose events are plain goes as it was scanned; of any other, and of any whose blocks have to be
-named first, each event is looked at. A block that is refused is counted with its worker. Not for several
-threads at once: `kvtier.index.prefix.PrefixIndex` sees to that.
+A batch of plain events is applied as scanned. In other batches, and if blocks must be named first, each
+event is handled separately. A refused block is counted with its worker. Not for several threads at once:
+`kvtier.index.prefix.PrefixIndex` ensures that.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ class Intake:
     """Applies events to the table and the names of one index."""
 
     def __init__(self, form: Form, keys: Keys, block_size: int | None) -> None:
-        """Take blocks of `block_size` tokens; `None` takes the size of the first store."""
+        """Take blocks of `block_size` tokens; `None`: the size of the first store."""
         self.block_size, self.areas = block_size, Areas()
-        # Blocks of groups that do not count; refusals and drops of workers from before they were cleared.
+        # Blocks of groups that do not count; refusals and drops of workers before their last clear.
         self.ignored = self.past_refused = self.past_orphans = 0
         self._form, self._by_tokens = form, keys == "xxh3"
 
     def wipe(self, worker: KnownWorker) -> None:
-        """Forget all that a worker holds, and that anything of it was refused."""
+        """Forget everything that a worker holds, and its refusals."""
         self.past_refused += worker.refused
         self.past_orphans += worker.translator.waiting.dropped
         self._form.table.clear(worker.number)
         worker.clear()
 
     def apply(self, worker: KnownWorker, batch: Any) -> None:
-        """Apply a batch: a decoded one, or a scanned one."""
+        """Apply a decoded or a scanned batch."""
         if isinstance(batch, DecodedBatch):
             self._apply_events(worker, batch.events)
         elif not self._is_plain(worker, batch, edits := batch.edits):
@@ -64,7 +63,7 @@ class Intake:
             self._form.names.tidy()
 
     def _is_plain(self, worker: KnownWorker, batch: Any, edits: Edits) -> bool:
-        """Say whether scanned events, all of the first group, need no look at each of them."""
+        """Say whether scanned events, all of the first group, can be applied without looking at each one."""
         if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
             self._form.table.require(worker.number, self.areas.needed((0,)))
@@ -73,7 +72,7 @@ class Intake:
         if self._by_tokens:
             return self._form.table.form == "numba"
         if worker.is_told and (edits[:, 0] == Op.CLEARED).any():
-            return False  # a clear by hand forgets that anything was refused
+            return False  # the slow path also forgets refusals at a clear
         return self.block_size is not None and bool(batch.have_size(edits, self.block_size))
 
     def _apply_events(self, worker: KnownWorker, events: Iterable[Event]) -> None:
@@ -95,7 +94,7 @@ class Intake:
                 yield op, area, [to_u64(block_hash) for block_hash in event.block_hashes]
 
     def _apply_scanned(self, worker: KnownWorker, batch: Any) -> None:
-        """Name blocks by their tokens with compiled loops, but for the events that those leave to us."""
+        """Name blocks by their tokens with compiled loops; handle the events that those leave over."""
         translator, names = worker.translator, cast("CompiledNames", self._form.names)
         edits, hashes = batch.edits, batch.hashes
         keys = np.empty_like(hashes)
@@ -128,10 +127,9 @@ class Intake:
     def _run_counting(
         self, worker: KnownWorker, edits: Edits, hashes: Hashes, first: int = 0, done: int = 0
     ) -> None:
-        """Apply edits of a worker that has two copies of a block, one by one, since each depends on those
-        before.
+        """Apply edits of a worker that holds two copies of a block, one by one, as each depends on the last.
 
-        Begins at edit `first`, of which `done` hashes are done.
+        Begins at edit `first`, of which `done` hashes are already applied.
         """
         start, duplicates = int(edits[:first, 2].sum()) + done, worker.duplicates
         for op, area, count in edits[first:, :3].tolist():
@@ -151,9 +149,9 @@ class Intake:
                 )
 
     def _area(self, worker: KnownWorker, event: BlockStored | BlockRemoved) -> int | None:
-        """Return the area of an event's place, `None` for one that is of no interest or refused.
+        """Return the area of an event's place; `None` if the event does not count or is refused.
 
-        A store makes it if need be.
+        A store creates the area if needed.
         """
         place, count = place_of(event), len(event.block_hashes)
         if isinstance(event, BlockRemoved):
@@ -173,7 +171,7 @@ class Intake:
         return area
 
     def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
-        """Say whether a store's group counts; a new group that does is needed from now on."""
+        """Say whether a store's group counts; a new group that counts is required from now on."""
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:

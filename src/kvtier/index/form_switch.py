@@ -1,12 +1,11 @@
-"""From plain Python to compiled loops while questions are answered: nothing is lost, and nobody waits for
-long.
+"""The switch from plain Python to compiled loops while the index answers: nothing is lost or waits for long.
 
-numba takes a minute or two to compile everything on a new machine. An index of form `auto` therefore starts
-as a plain one. A child process compiles, since the compiler would keep the interpreter to itself for long
-stretches, and leaves its work on disk; a thread loads that (or compiles, where nothing was left) and then
-copies. From the start of the copying the compiled table is the plain one's twin: every change is made in
-both, so a block that is copied late is as good as one copied early. When all is copied the compiled form
-takes over. Where there is no room for both (a very small budget) the index stays plain.
+numba takes a minute or two to compile everything on a new machine. So an index of form `auto` starts as a
+plain one. A child process compiles, because the compiler would hold the interpreter for long stretches, and
+leaves the result on disk; a thread loads it (or compiles, if there is none) and then copies. From the start
+of the copying the compiled table is the plain table's twin: every change is made in both, so the time at
+which a block is copied does not matter. When everything is copied the compiled form takes over. If there is
+no room for both (a very small budget) the index stays plain.
 
 The lock of the index is held for a slice of about a thousand blocks at a time.
 """
@@ -38,13 +37,13 @@ __all__ = ["BatchDecoder", "move", "start"]
 logger = logging.getLogger(__name__)
 
 _PAUSE = 0.001
-"""Seconds between two slices, so that others get the lock."""
+"""Seconds between two slices, so that other threads get the lock."""
 _compiling = threading.Lock()
 _compiled: set[Keys] = set()
 
 
 def start(index: PrefixIndex) -> None:
-    """Compile in the background, then make the index go over to the compiled form."""
+    """Compile in the background, then switch the index to the compiled form."""
     threading.Thread(
         target=_run, args=(weakref.ref(index),), name="kvtier-index-compile", daemon=True
     ).start()
@@ -52,7 +51,7 @@ def start(index: PrefixIndex) -> None:
 
 def _run(wanted: weakref.ref[PrefixIndex]) -> None:
     try:
-        with _compiling:  # by one thread; the others then find all of it compiled
+        with _compiling:  # in one thread; the others then find everything compiled
             index = wanted()
             if index is None:
                 return
@@ -60,14 +59,14 @@ def _run(wanted: weakref.ref[PrefixIndex]) -> None:
             index.warm_up()
         for _ in index.go_over():
             time.sleep(_PAUSE)
-    except Exception:  # the top of the thread: a machine that cannot compile can still answer
+    except Exception:  # the top of the thread: without a compiler the plain form still answers
         logger.exception("the index could not be compiled and stays in plain Python")
 
 
 def _compile_aside(keys: Keys) -> None:
     """Let a child process compile, once for each kind of keys.
 
-    Whatever goes wrong with it shows when the index is warmed up.
+    Its failures show when the index is warmed up.
     """
     if keys in _compiled or not sys.executable:
         return
@@ -84,14 +83,14 @@ def _compile_aside(keys: Keys) -> None:
 
 
 class BatchDecoder:
-    """Decodes batches for an index, with compiled loops once it has any. Not for several threads at once."""
+    """Decodes batches for an index, with compiled loops once they exist. Not for several threads at once."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index, self._tokens = index, index.keys == "xxh3"
         self._scanner: Scanner | None = None
 
     def __call__(self, payload: bytes) -> Batch:
-        """Read a batch in either encoding. Raises `ValueError` where the payload is not a batch at all."""
+        """Read a batch in either encoding. `ValueError` if the payload is not a batch at all."""
         if self._scanner is not None:
             return self._scanner(payload)
         if self._index.form == "python":
@@ -103,9 +102,9 @@ class BatchDecoder:
 
 
 def move(lock: threading.RLock, form: Form, new: Form, budget: int) -> Iterator[None]:
-    """Copy a plain form to a compiled one that is empty, a slice for each turn, and then use that.
+    """Copy a plain form to an empty compiled one, one slice per step, and then use that.
 
-    The lock is free between turns. The two together take no more than `budget` bytes, but for a slice.
+    The lock is free between steps. Both together take no more than `budget` bytes, plus a slice.
     """
     table, names, twin = form.table, form.names, cast("CompiledTable", new.table)
     assert isinstance(table, PlainTable)
@@ -128,11 +127,11 @@ def move(lock: threading.RLock, form: Form, new: Form, budget: int) -> Iterator[
 
 
 def _copy(table: PlainTable, names: PlainNames, new_names: Names) -> Iterator[bool]:
-    """Copy what there is to the twins, and yield `False` after each slice: there is more to do."""
+    """Copy all blocks and names to the twins; yield `False` after each slice: there is more to do."""
     for blocks in table.hashes():
         table.copy_to_twin(blocks)
         yield False
-    names.twin = new_names  # only now, since a full book asks its table which names are needed
+    names.twin = new_names  # only now: a full book asks its table which names are needed
     for part in names.parts():
         names.copy_to_twin(part)
         yield False

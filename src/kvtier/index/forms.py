@@ -1,4 +1,4 @@
-"""The two forms of an index, compiled and plain, which one is used, and how they share the budget.
+"""The two forms of an index, compiled and plain: which one is used, and how both share the budget.
 
 `auto` is plain until numba has compiled everything in the background, and then compiled: see
 `kvtier.index.form_switch`. Any thread may call these functions.
@@ -25,21 +25,21 @@ Keys = Literal["engine", "xxh3"]
 
 @dataclass(slots=True)
 class Form:
-    """What an index is made of now. Where keys are the engine's own, nothing is ever in `names`."""
+    """The current table and names of an index. With the engine's own keys, `names` stays empty."""
 
     table: Table
     names: Names
 
 
 class Allowance:
-    """Bytes that several owners share: all that is beside the table and the names."""
+    """Bytes that several owners share: everything beside the table and the names."""
 
     def __init__(self, limit: int) -> None:
-        """Allow `limit` bytes in all."""
+        """Allow `limit` bytes in total."""
         self.limit, self.used = limit, 0
 
     def take(self, size: int) -> bool:
-        """Take so many bytes; `False`, and nothing taken, where they are not left."""
+        """Take bytes; `False`, without taking any, if they are not available."""
         if self.used + size > self.limit:
             return False
         self.used += size
@@ -51,7 +51,7 @@ class Allowance:
 
 
 def choose_form(form: str | None) -> str:
-    """Return the form that is wanted: the parameter's, else that of `KVTIER_INDEX`, else the fastest."""
+    """Return the wanted form: the parameter's, else that of `KVTIER_INDEX`, else the fastest."""
     form = form or os.environ.get("KVTIER_INDEX") or ("numba" if find_spec("numba") else "python")
     if form not in (*FORMS, AUTO):
         raise InputError(f"index form: expected one of {', '.join((*FORMS, AUTO))}, got {form!r}")
@@ -61,16 +61,19 @@ def choose_form(form: str | None) -> str:
 
 
 def allowance_of(keys: Keys, budget: int) -> int:
-    """Return how many bytes of a budget are for what is beside the table and the names.
+    """Return how many bytes of a budget are for data beside the table and the names.
 
-    Blocks that wait for their parent are large. Duplicates, which an index with the engine's keys remembers
-    too, are few.
+    Blocks that wait for their parent are large. An index with the engine's keys has only duplicates, which
+    are few.
     """
     return budget // (8 if keys == "xxh3" else 64)
 
 
 def make_form(form: str, keys: Keys, budget: int) -> Form:
-    """Make a table, and names if its keys need them. A name takes half as much again as a block."""
+    """Make a table, and names if its keys need them.
+
+    A name takes one and a half times the bytes of a block.
+    """
     left = budget - allowance_of(keys, budget)
     table_budget = left if keys == "engine" else left * 2 // 5
     if form == "python":

@@ -1,10 +1,9 @@
-"""A small HTTP/1.1 server: enough for an API of JSON, and nothing a stranger sends can hurt it.
+"""A small HTTP/1.1 server: enough for a JSON API, and safe against anything that a stranger sends.
 
-Heads, bodies, connections and waiting times are bounded, and so are the bodies that are still coming in,
-all connections together. A request that is none gets an answer that says what was expected, and its
-connection is closed. Connections are kept alive. Handlers are coroutines and see only complete requests; a
-long answer may be a generator of pieces, which is read as fast as the client takes them. All of this
-belongs to one event loop.
+Heads, bodies, connections and waiting times are bounded; so is the total of unfinished bodies over all
+connections. An invalid request gets an answer that says what was expected, and its connection is closed.
+Connections are kept alive. Handlers are coroutines and see only complete requests; a long answer may be a
+generator of pieces, which is read as fast as the client takes them. All of this belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ logger = logging.getLogger(__name__)
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 _ONCE = frozenset(("authorization", "content-length", "content-type", "host", "origin", "transfer-encoding"))
-"""Fields that decide where a request ends or who may send it: two of a kind could be read in two ways."""
+"""Fields that decide where a request ends or who may send it: a second one could be read in two ways."""
 _READ_SIZE = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What a client may ask for. Times are seconds."""
+    """The limits for clients. Times are seconds."""
 
     connections: int = 512
     head: int = 16 << 10
     body: int = 8 << 20
-    """A million token ids as JSON."""
+    """Enough for a million token ids as JSON."""
     small_body: int = 64 << 10
-    """Bodies up to here are always taken; the bound is then the number of connections."""
+    """Bodies up to this size are always accepted; the number of connections bounds them."""
     unfinished_bodies: int = 64 << 20
-    """How much of larger bodies that are not complete yet is kept, all connections together."""
+    """The most bytes of larger, unfinished bodies that are kept, over all connections."""
     receive_timeout: float = 15.0
-    """How long a head may take from its first byte on, and its body; also how long a first request."""
+    """How long a head may take from its first byte on, then its body; also the wait for a first request."""
     idle_timeout: float = 75.0
     """How long a connection may wait between two requests."""
     send_timeout: float = 30.0
-    """How long a client may take for an answer, or for one piece of a long one."""
+    """How long a client may take to read an answer, or one piece of a long one."""
     stream_timeout: float = 300.0
     """How long a client may take for all pieces of a long answer."""
     grace: float = 3.0
-    """How long requests under way may take when the server closes."""
+    """How long running requests may take when the server closes."""
     linger: float = 1.0
-    """How long a client that is cut off may go on sending: it then sees the answer and no reset."""
+    """How long a refused client may go on sending: it then sees the answer and not a reset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What goes back. A body in pieces is sent as they come; a failure within it cuts the connection."""
+    """An answer. A body in pieces is sent piece by piece; a failure in the middle cuts the connection."""
 
     status: int = 200
     body: bytes | AsyncGenerator[bytes, None] = b""
@@ -90,7 +89,7 @@ class HttpError(Exception):
         self.status, self.headers = status, headers or {}
 
     def response(self) -> Response:
-        """Return the answer to it."""
+        """Return the answer to the request."""
         return Response(self.status, msgspec.json.encode({"error": str(self)}), headers=self.headers)
 
 
@@ -106,7 +105,7 @@ class _Client(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """A request's head. `is_kept`: the connection stays open behind the answer."""
+    """A request's head. `is_kept`: the connection stays open after the answer."""
 
     method: str
     target: str
@@ -126,8 +125,8 @@ class HttpServer:
         self._handler = handler
         self._limits = limits or HttpLimits()
         self._server: asyncio.Server | None = None
-        self._tasks: dict[asyncio.Task[None], bool] = {}  # connection -> whether a request is under way
-        self._unfinished = 0  # bytes of large bodies that are not complete yet
+        self._tasks: dict[asyncio.Task[None], bool] = {}  # connection -> whether a request is running
+        self._unfinished = 0  # bytes of large, unfinished bodies
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen, and return the address that clients connect to."""
@@ -136,7 +135,7 @@ class HttpServer:
         return address[0], address[1]
 
     async def close(self) -> None:
-        """Take no more connections, let requests under way finish, and close."""
+        """Take no more connections, let running requests finish, and close."""
         if self._server is None:
             return
         self._server.close()
@@ -179,10 +178,10 @@ class HttpServer:
                 return
             self._tasks[client.task] = False
             wait = self._limits.idle_timeout
-            await asyncio.sleep(0)  # requests that were sent all at once need no waiting; others get a turn
+            await asyncio.sleep(0)  # pipelined requests never wait, so give other connections a turn
 
     async def _exchange(self, client: _Client, first: bytes) -> bool:
-        """Answer one request, of which a byte is here; tell whether there may come more.
+        """Answer one request, whose first byte is given; say whether more may follow.
 
         Nothing of the request outlives this call: an idle connection keeps no body.
         """
@@ -254,15 +253,15 @@ class HttpServer:
             return await self._handler(request)
         except HttpError as error:
             return error.response()
-        except Exception:  # the top of a request: one that fails must not take the server along
+        except Exception:  # the top of a request: its failure must not stop the server
             logger.exception("%s %s failed", request.method, request.path)
             return _error(500, "the server failed on this request; its log says why")
 
     async def _send(self, client: _Client, response: Response, head: _Head | None = None) -> bool:
-        """Send an answer, and tell whether the connection stays open. No head: it is cut off."""
+        """Send an answer, and say whether the connection stays open. Without a head it is closed."""
         writer, body = client.writer, response.body
         in_chunks = head is not None and head.version == "HTTP/1.1" and not isinstance(body, bytes)
-        # pieces without chunks: the end of the connection ends the answer
+        # pieces without chunks: the answer ends when the connection ends
         is_kept = head is not None and head.is_kept and (in_chunks or isinstance(body, bytes))
         writer.write(_head_of(response, is_kept, in_chunks))
         if head is not None and head.method == "HEAD":
@@ -299,7 +298,7 @@ class HttpServer:
             writer.write(b"0\r\n\r\n")
 
     async def _drop_rest(self, reader: asyncio.StreamReader) -> None:
-        """Read what a refused client still sends: closing over unread bytes would take the answer away."""
+        """Read the rest of a refused request: closing with unread bytes would discard the answer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.linger):
                 while await reader.read(_READ_SIZE):

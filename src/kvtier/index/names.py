@@ -1,8 +1,8 @@
-"""What each worker's engine calls the blocks of an index whose keys are hashes of tokens.
+"""The names that each worker's engine has for the blocks of an index whose keys are hashes of tokens.
 
 Removals and parents name blocks by the engine's hash. A name is remembered as long as the worker holds the
-block, and a little longer: names of blocks that are gone are tidied away when they become as many as the
-others. A book of names is bounded; what does not fit is refused. Not for several threads at once.
+block, and a little longer: names of removed blocks are swept when there are as many as others. A book of
+names is bounded; names that do not fit are refused. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvtier.index.base import Hashes, Table
 __all__ = ["SLACK", "NamePart", "Names", "PlainNames", "parts_of"]
 
 SLACK = 4096
-"""How many names of blocks that are gone never matter."""
+"""A number of stale names that never matters."""
 _NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
-_PART = 1024  # names told at a time
+_PART = 1024  # names per part
 
 
 class NamePart(NamedTuple):
-    """Some names: whose they are, what the engine calls the block, and its key."""
+    """Some names: their workers, the engine's hashes of the blocks, and the keys."""
 
     workers: npt.NDArray[np.uint32]
     hashes: Hashes
@@ -34,7 +34,7 @@ class NamePart(NamedTuple):
 
 
 def parts_of(worker: int, hashes: Sequence[int], key_of: Callable[[int], int | None]) -> Iterator[NamePart]:
-    """Yield a worker's names, some at a time, as `key_of` knows them by then; `None` leaves a name out."""
+    """Yield a worker's names in parts; `key_of` gives the key at that time, and `None` leaves a name out."""
     for start in range(0, len(hashes), _PART):
         keys = [(name, key_of(name)) for name in hashes[start : start + _PART]]
         found = np.array([(name, key) for name, key in keys if key is not None], np.uint64).reshape(-1, 2)
@@ -45,32 +45,32 @@ class Names(Protocol):
     """Engine hashes and the keys they stand for, per worker."""
 
     def get(self, worker: int, engine_hash: int) -> int | None:
-        """Return the key that a worker calls by this hash."""
+        """Return the key that a worker's engine names by this hash."""
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
-        """Remember names; `False` where there is no room for all of them, until a `sweep` makes some."""
+        """Store names; `False` if there is no room for all, until a `sweep` makes room."""
 
     def clear(self, worker: int) -> None:
         """Forget a worker's names."""
 
     def tidy(self) -> None:
-        """Forget names of blocks that are gone, if they are many. Call it only between batches."""
+        """Forget names of removed blocks, if there are many. Call it only between batches."""
 
     def sweep(self) -> None:
-        """Forget all names of blocks that are gone. The table must hold all that was named before."""
+        """Forget all names of removed blocks. The table must already hold every block named before."""
 
     def parts(self) -> Iterator[NamePart]:
-        """Yield all names, some at a time. The book may change meanwhile: a name that stays comes once."""
+        """Yield all names in parts. The book may change meanwhile: a name that stays comes once."""
 
     def bytes(self) -> int:
         """Return how many bytes the names take."""
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the book contradicts itself."""
+        """Raise `IntegrityError` if the book contradicts itself."""
 
 
 class PlainNames:
-    """Names in dicts. A `twin` is put the same names: see `kvtier.index.form_switch`."""
+    """Names in dicts. A `twin` gets the same names: see `kvtier.index.form_switch`."""
 
     def __init__(self, table: Table, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes."""
@@ -96,12 +96,12 @@ class PlainNames:
         return True
 
     def _put_twin(self, worker: int, hashes: Sequence[int], keys: Hashes) -> None:
-        """Put names into the twin as well; one that has no room for them is none any more."""
+        """Put names into the twin as well; a twin without room for them is given up."""
         if self.twin is not None and not self.twin.put(worker, hashes, keys):
             self.twin = None
 
     def copy_to_twin(self, part: NamePart) -> None:
-        """Put a part of what there is into the twin."""
+        """Put some existing names into the twin."""
         if len(part.workers):
             self._put_twin(int(part.workers[0]), part.hashes.tolist(), part.keys)
 

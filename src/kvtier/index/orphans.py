@@ -1,9 +1,9 @@
 """Blocks that cannot be named yet wait here instead of being lost.
 
-A block's key is made of its tokens and its parent's key, so a block has none while its parent is unknown, or
-while it was told of without tokens. `Orphans` keeps what was told of such a block, and in which areas the
-worker holds it, until the parent or the block itself has a name. What waits takes bytes of an allowance that
-workers share: when that is spent, the block of this worker that waited longest is dropped and counted.
+A block's key depends on its tokens and its parent's key, so a block has no key while its parent is unknown,
+or if its event had no tokens. `Orphans` keeps the data of such a block, and the areas in which the worker
+holds it, until the parent or the block itself has a name. Waiting blocks take bytes of an allowance that
+workers share: when it is spent, this worker's block that has waited longest is dropped and counted.
 
 Not for several threads at once.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class _Orphan(NamedTuple, Generic[T]):
-    """A block: its parent where that is known, what was told, and how many copies are in which area."""
+    """A waiting block: its parent if known, its data, its size, and the number of copies per area."""
 
     parent: int | None
     item: T
@@ -34,8 +34,8 @@ class Orphans(Generic[T]):
     """One worker's blocks without a name, by the engine's hash, in order of arrival."""
 
     def __init__(self, allowance: Allowance, counts: bool = False) -> None:
-        """Keep what the allowance has room for. `counts`: a block may be held several times in an area."""
-        self.dropped = 0  # blocks, since the last clear
+        """Keep as much as the allowance permits. `counts`: an area may hold several copies of a block."""
+        self.dropped = 0  # blocks dropped since the last clear
         self._allowance, self._counts = allowance, counts
         self._blocks: dict[int, _Orphan[T]] = {}
         self._children: dict[int, dict[int, None]] = {}  # by parent
@@ -44,9 +44,9 @@ class Orphans(Generic[T]):
         return len(self._blocks)
 
     def park(self, block: int, parent: int | None, item: T, size: int, copies: Mapping[int, int]) -> None:
-        """Keep `item`, which takes `size` bytes, of a block that is held in these areas too from now on.
+        """Keep `item`, which takes `size` bytes, for a block that is now held in these areas too.
 
-        Without a `parent` it says nothing of the block, and what was told before stays.
+        An item without a `parent` has no description of the block, so it does not replace an earlier item.
         """
         before = self._blocks.get(block)
         if before is None or (before.parent is None and parent is not None):
@@ -69,7 +69,7 @@ class Orphans(Generic[T]):
         return True
 
     def release(self, block: int) -> list[tuple[T, Mapping[int, int]]]:
-        """Take out the block, which has a name now, and its children, oldest first: items and copies."""
+        """Take out a block, which has a name now, and its children, oldest first: items and copies."""
         ready = [block] if block in self._blocks else []
         ready += self._children.get(block, ())
         return [(orphan.item, orphan.copies) for orphan in map(self._take, ready)]
@@ -87,14 +87,14 @@ class Orphans(Generic[T]):
         return True
 
     def clear(self) -> None:
-        """Drop everything, and forget what was dropped before."""
+        """Drop all blocks, and reset the count of dropped ones."""
         self._allowance.give(self.bytes())
         self._blocks.clear()
         self._children.clear()
         self.dropped = 0
 
     def bytes(self) -> int:
-        """Return what is taken of the allowance."""
+        """Return the bytes taken from the allowance."""
         return sum(orphan.size for orphan in self._blocks.values())
 
     def _take(self, block: int) -> _Orphan[T]:
@@ -108,7 +108,7 @@ class Orphans(Generic[T]):
         return orphan
 
     def check(self) -> None:
-        """Raise `IntegrityError` unless blocks are found by their parents, and held by somebody."""
+        """Raise `IntegrityError` unless blocks are found by their parents, and are held somewhere."""
         by_parent = [(block, parent) for parent, blocks in self._children.items() for block in blocks]
         expected = {
             block: orphan.parent for block, orphan in self._blocks.items() if orphan.parent is not None

@@ -1,8 +1,8 @@
 """The table in plain Python: a dict of holder sets. Same answers as the compiled one, no compiler needed.
 
-A block costs more here, 128 bytes by the worst reckoning (its hash, its place in a dict just after the dict
-has doubled, and the old dict that is copied from at that moment), and that is what the budget counts. A
-block that finds no room is refused and counted. Not for several threads at once: `PrefixIndex` sees to that.
+A block costs more here: 128 bytes in the worst case (its hash, its entry in a dict that has just doubled,
+and the old dict that is being copied). The budget counts that. A block that finds no room is refused and
+counted. Not for several threads at once: `PrefixIndex` ensures that.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _BLOCK_BYTES = 128
 _SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
 _AREA_BITS = (1 << MAX_AREAS) - 1
 _SLICE = 1024
-"""How many blocks are told at a time."""
+"""Blocks per slice."""
 
 
 class _Holders:
-    """A holder set: bit `worker * MAX_AREAS + area` of `mask` per holder; how many blocks have it."""
+    """A holder set: bit `worker * MAX_AREAS + area` of `mask` per holder; `blocks` counts its blocks."""
 
     __slots__ = ("blocks", "mask")
 
@@ -57,21 +57,21 @@ class PlainTable:
     form = "python"
 
     def __init__(self, budget: int) -> None:
-        """Hold as many blocks as `budget` bytes are sure to be enough for."""
+        """Hold as many blocks as surely fit into `budget` bytes."""
         self.areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
         self.twin: CompiledTable | None = None
         self._budget = budget
         self._blocks: dict[int, _Holders] = {}
         self._sets: dict[int, _Holders] = {}  # by mask
-        self._all: dict[_Holders, None] = {}  # also those that became equal to another, or empty, by a clear
-        self._dead = 0  # entries of `_blocks` that nobody holds
+        self._all: dict[_Holders, None] = {}  # also sets that became empty or equal to another by a clear
+        self._dead = 0  # entries of `_blocks` without holders
         self._needed: list[int] = []
         self._held: list[list[int]] = []
         self._drops: list[int] = []
         self._dropped = self._unknown = 0
 
     def attach(self, twin: CompiledTable) -> bool:
-        """Make every change in an empty table too, from now on; `False` where it lacks the room."""
+        """From now on, make every change in an empty table too; `False` if that lacks room."""
         if not twin.grow(max(1, len(self._held))):
             return False
         if any(twin.add_area(area) is None for area in self.areas[AREAS:]):
@@ -82,7 +82,7 @@ class PlainTable:
         return True
 
     def hand_over(self, twin: CompiledTable) -> None:
-        """Give the twin, which has all blocks, the counters too."""
+        """Give the counters to the twin, which has all blocks."""
         twin.adopt(self.stats(), self._drops)
 
     def grow(self, workers: int) -> bool:
@@ -126,7 +126,7 @@ class PlainTable:
         return None
 
     def _new_ones(self, worker: int, area: int, keys: list[int]) -> int:
-        """Return how many leading blocks the worker does not hold in that area, nor names twice."""
+        """Return how many leading blocks are new to the worker in that area, and named only once."""
         bit, seen = 1 << (worker * MAX_AREAS + area), set[int]()
         for number, key in enumerate(keys):
             holders = self._blocks.get(key)
@@ -151,7 +151,7 @@ class PlainTable:
                 self.refuse(worker, 1)
                 fresh.append(False)
                 continue
-            old = self._blocks.get(key)  # a sweep for room may have removed it, if nobody held it
+            old = self._blocks.get(key)  # a sweep may have removed it if it had no holder
             self._replace(key, old, new or self._new_set(bit if old is None else old.mask | bit))
             self._held[worker][area] += 1
             fresh.append(True)
@@ -183,14 +183,14 @@ class PlainTable:
         self._drops[worker] += count
 
     def _forget(self, mask: int) -> None:
-        """Count a block out for its holders: an index may know too little, never too much."""
+        """Subtract a block from the counts of its holders: an index may know too little, never too much."""
         self._dropped += 1
         for worker, area in _holders(mask):
             self._held[worker][area] -= 1
             self._drops[worker] += 1
 
     def _has_room(self, for_block: bool, for_set: bool) -> bool:
-        """Say whether a block or a set more fits into the budget; sweep first if that helps."""
+        """Say whether one more block or set fits into the budget; sweep first if that helps."""
         most = self._budget - for_block * _BLOCK_BYTES - for_set * _SET_BYTES
         if self._bytes() <= most:
             return True
@@ -237,9 +237,9 @@ class PlainTable:
             self.twin.clear(worker)
 
     def _sweep(self) -> None:
-        """Remove the entries that nobody holds.
+        """Remove the entries without holders.
 
-        Done when they are half of all, so that an entry is passed but a few times.
+        Runs when they are half of all, so that each entry is visited a few times only.
         """
         for key in [key for key, holders in self._blocks.items() if not holders.mask]:
             self._release(self._blocks.pop(key))
@@ -255,7 +255,7 @@ class PlainTable:
         return out
 
     def _spans(self, keys: list[int]) -> list[tuple[dict[int, int], int]]:
-        """Return who holds the leading blocks on which tiers, up to the first that nobody does.
+        """Return the holders of the leading blocks with their tiers, up to the first block without holders.
 
         A run of blocks with equal holders is one span: its holders, and where it ends.
         """
@@ -276,7 +276,7 @@ class PlainTable:
         return spans
 
     def _tiers_of(self, mask: int) -> dict[int, int]:
-        """Return the workers that hold a block on any tier, and a bit per tier that each holds it on."""
+        """Return the workers that hold a block on any tier, and those tiers (one bit each)."""
         return tiers_of(_holders(mask), self._needed.__getitem__, self.areas)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
@@ -304,7 +304,7 @@ class PlainTable:
         return [on[mask] for mask in masks]
 
     def copy_to_twin(self, hashes: Hashes) -> None:
-        """Store in the twin who holds these blocks."""
+        """Store the holders of these blocks in the twin."""
         by_holders: dict[_Holders, list[int]] = {}
         for key in hashes.tolist():
             by_holders.setdefault(self._blocks[key], []).append(key)
@@ -351,7 +351,7 @@ def _holders(mask: int) -> Iterator[tuple[int, int]]:
 
 
 def _depths(spans: list[tuple[int, int]]) -> list[int]:
-    """Return a worker's seven columns, given on which tiers it holds each span of blocks, and their ends."""
+    """Return a worker's seven columns. Each span has the tiers on which the worker holds it, and its end."""
 
     def lead(start: int, tiers: int) -> int:
         for on, end in spans:

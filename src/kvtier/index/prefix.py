@@ -7,15 +7,15 @@
     index.match(hashes)
 
 Keys are the engine's own hashes, or (`keys="xxh3"`) hashes of the tokens, equal for all engines. Two table
-forms give the same answers: compiled by numba (the extra `index`), or plain Python. The environment variable
-`KVTIER_INDEX`, or the parameter `form`, picks one; otherwise numba is used where it is installed.
-`form="auto"` answers in plain Python until numba has compiled in the background, and then goes over to the
+forms give the same answers: compiled by numba (the extra `index`), or plain Python. The environment
+variable `KVTIER_INDEX`, or the parameter `form`, picks one; otherwise numba is used if it is installed.
+`form="auto"` answers in plain Python until numba has compiled in the background, and then switches to the
 compiled form without losing anything.
 
-The table, the names that keys by XXH3 need, blocks that wait for their parent and counts of duplicates
-together never take more than the byte budget. A block that finds no room is refused and counted, and so is
-one of another block size or in a place too many; its worker is then `incomplete()` until it is next cleared.
-An index may know too little, never too much.
+The table, the names that XXH3 keys need, blocks that wait for their parent and counts of duplicates
+together never take more than the byte budget. A block that finds no room is refused and counted; so is a
+block of another size, or in a place beyond the limit. Its worker is then `incomplete()` until it is next
+cleared. An index may know too little, never too much.
 
 Any thread may call anything here; calls exclude each other, and a batch is applied as a whole.
 """
@@ -51,14 +51,13 @@ logger = logging.getLogger(__name__)
 
 Counting = Literal["set", "count"]
 Entry = tuple[str, int, StorageTier]
-"""A worker, what it holds, and on which tier."""
+"""A worker, the hash of a block that it holds, and the tier."""
 _NO_HASHES = np.empty(0, np.uint64)
 _U64 = (1 << 64) - 1
 
 
 class WorkerStats(NamedTuple):
-    """What one worker holds on each tier, how many blocks wait for their parent, and how many were refused
-    since it was last cleared."""
+    """One worker's counts: blocks by tier, blocks that wait for a parent, blocks refused since a clear."""
 
     blocks: dict[StorageTier, int]
     waiting: int
@@ -66,11 +65,12 @@ class WorkerStats(NamedTuple):
 
 
 class IndexStats(NamedTuple):
-    """An index's size. `bytes` is what the budget bounds. Counters, which only grow: `dropped`, blocks that
-    found no room; `unknown`, removals of what was not held; `ignored`, blocks of groups that no prefix match
-    can be made of; `refused`, blocks of another size, with tokens that are not those of whole blocks, or in
-    a place too many; `orphans_dropped`, blocks that found no room to wait for their parent. `waiting` blocks
-    do so now."""
+    """An index's size. The budget bounds `bytes`. Counters, which only grow: `dropped`, blocks that found
+    no room; `unknown`, removals of blocks that were not held; `ignored`, blocks of groups that a prefix
+    match cannot use; `refused`, blocks of another size, with tokens that do not fill whole blocks, or in a
+    place beyond the limit; `orphans_dropped`, blocks that found no room to wait for their parent. `waiting`
+    counts the blocks that wait now.
+    """
 
     form: str
     blocks: int
@@ -87,7 +87,7 @@ class IndexStats(NamedTuple):
 
 
 class PrefixIndex:
-    """Who holds which prefix on which tier."""
+    """The workers that hold each prefix, and on which tier."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class PrefixIndex:
     ) -> None:
         """Start empty.
 
-        `block_size` is the number of tokens in a block; `None` takes that of the first store, and until then
-        no prompt matches. Stores of other sizes are refused, whatever the keys are: answers count blocks,
-        and must mean the same of every worker. `seed` is the engine's hash seed, which questions about
-        tokens need. `counting` is how workers announce blocks: `set` once each, as kvtier does, or `count`
+        `block_size` is the number of tokens in a block; `None` takes that of the first store, and until
+        then no prompt matches. Stores of other sizes are refused, whatever the keys are: answers count
+        blocks, and must mean the same for every worker. `seed` is the engine's hash seed, which token
+        queries need. `counting` is how workers announce blocks: `set` once each, as kvtier does, or `count`
         once for every copy, as vLLM and SGLang do.
         """
         if keys not in ("engine", "xxh3"):
@@ -115,7 +115,7 @@ class PrefixIndex:
         self._wanted = choose_form(form)
         self._budget = budget
         self._allowance = Allowance(allowance_of(keys, budget))
-        # A plain form leaves room for the compiled one that will be made beside it.
+        # A plain form leaves room for the compiled form that is made beside it later.
         self._form = (
             make_form("python", keys, budget * 3 // 4)
             if self._wanted == AUTO
@@ -130,12 +130,12 @@ class PrefixIndex:
 
     @property
     def block_size(self) -> int | None:
-        """How many tokens a block has; `None` where no store has said so yet."""
+        """The number of tokens in a block; `None` if no store has named it yet."""
         return self._intake.block_size
 
     @property
     def form(self) -> str:
-        """What the index is made of now: `numba` or `python`."""
+        """The current form of the index: `numba` or `python`."""
         return self._form.table.form
 
     @property
@@ -144,11 +144,11 @@ class PrefixIndex:
         return tuple(self._workers)
 
     def decoder(self) -> Callable[[bytes], Batch]:
-        """Return what reads batches fastest for this index, for a subscriber. Each thread needs its own."""
+        """Return the fastest batch reader for this index, for a subscriber. Each thread needs its own."""
         return form_switch.BatchDecoder(self)
 
     def warm_up(self) -> None:
-        """Compile what this kind of index needs: a minute once on a machine, then next to nothing."""
+        """Compile the code for this kind of index: a minute once on a machine, then next to nothing."""
         form = "numba" if self._wanted == AUTO else self._wanted
         twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=form, counting="count")
         decode, encoder = twin.decoder(), EventEncoder()
@@ -167,14 +167,14 @@ class PrefixIndex:
         twin._form.names.sweep()
 
     def go_over(self) -> Iterator[None]:
-        """Go over from the plain form to the compiled one, a slice for each turn: see `form_switch`."""
+        """Switch from the plain form to the compiled one, one slice per step: see `form_switch`."""
         new = make_form("numba", self.keys, self._budget)
         yield from form_switch.move(self._lock, self._form, new, self._budget - self._allowance.limit)
 
     # -- workers -----------------------------------------------------------------------------------
 
     def expect_block_size(self, block_size: int) -> None:
-        """Take a block size where none is known; what was refused is still said."""
+        """Set the block size if none is known yet. Earlier refusals are still reported."""
         with self._lock:
             if self._intake.block_size is None:
                 self._intake.block_size = block_size
@@ -197,7 +197,7 @@ class PrefixIndex:
         return made
 
     def remove_worker(self, worker: str) -> None:
-        """Forget a worker and all that it holds. Unknown ones are ignored."""
+        """Forget a worker and everything that it holds. Unknown workers are ignored."""
         with self._lock:
             if (gone := self._workers.get(worker)) is not None:
                 self.clear(worker)
@@ -205,7 +205,7 @@ class PrefixIndex:
                 self._names = (*self._names[: gone.number], None, *self._names[gone.number + 1 :])
 
     def clear(self, worker: str) -> None:
-        """Forget all that a worker holds, and which groups it has. Unknown ones are ignored."""
+        """Forget everything that a worker holds, and its groups. Unknown workers are ignored."""
         with self._lock:
             if (known := self._workers.get(worker)) is not None:
                 self._intake.wipe(known)
@@ -215,21 +215,21 @@ class PrefixIndex:
     # -- changes -----------------------------------------------------------------------------------
 
     def follow(self, update: Update) -> None:
-        """Apply what a subscriber says; its sources are the workers."""
+        """Apply a subscriber's update; its source is the worker."""
         if isinstance(update, Received):
             self.apply(update.source, update.batch)
         elif isinstance(update, Reset):
             self.clear(update.source)
 
     def apply(self, worker: str, batch: Any) -> None:
-        """Apply a batch of a worker's events: a decoded one, or what `decoder()` made of it."""
+        """Apply a batch of a worker's events: a decoded one, or one from `decoder()`."""
         with self._lock:
             known = self._workers.get(worker) or self._add(worker)
             self._intake.apply(known, batch)
             self._tell(known)
 
     def apply_all(self, worker: str, batches: Sequence[Any]) -> None:
-        """Apply consecutive batches of a worker's events, which is faster than one by one."""
+        """Apply consecutive batches of a worker's events; faster than one by one."""
         if len(batches) == 1:
             self.apply(worker, batches[0])
             return
@@ -240,7 +240,7 @@ class PrefixIndex:
                     self.apply(worker, batch)
 
     def _tell(self, worker: KnownWorker) -> None:
-        """Log, once until it is cleared, that less is known of a worker than was told."""
+        """Log, once until the next clear, that the index is missing blocks of a worker."""
         if not worker.is_told and (reason := self._reason(worker)):
             worker.is_told = True
             logger.warning("the index knows less of worker %r than it was told: %s", worker.name, reason)
@@ -252,10 +252,7 @@ class PrefixIndex:
     # -- questions ---------------------------------------------------------------------------------
 
     def match(self, hashes: npt.ArrayLike) -> Match:
-        """Return how many of these leading blocks each worker holds.
-
-        A `uint64` array is taken as it is, without a copy.
-        """
+        """Return how many of these leading blocks each worker holds. A `uint64` array is not copied."""
         wanted = _as_hashes(hashes)
         with self._lock:
             columns = self._form.table.match(wanted)[: len(self._names)]
@@ -268,7 +265,7 @@ class PrefixIndex:
     def hash_tokens(self, tokens: Any, *, lora: str | None = None, salt: str | None = None) -> Hashes:
         """Return the keys of a prompt's full blocks: hashed as kvtier's engine does, or by XXH3.
 
-        There are none as long as the block size is not known.
+        There are none until the block size is known.
         """
         if self.block_size is None:
             return _NO_HASHES
@@ -287,18 +284,18 @@ class PrefixIndex:
         return keys
 
     def entries(self) -> list[Entry]:
-        """Return all that is held now: worker, key, tier.
+        """Return everything that is held now: worker, key, tier.
 
-        Others wait meanwhile; `dump` does not make them.
+        Other callers wait meanwhile; with `dump` they do not.
         """
         with self._lock:
             return [entry for keys in self._form.table.hashes() for entry in self._entries(keys, keys)]
 
     def dump(self) -> Iterator[list[Entry]]:
-        """Yield what is held, about a thousand blocks at a time: worker, the engine's hash, tier.
+        """Yield all held blocks, about a thousand at a time: worker, the engine's hash, tier.
 
-        Others wait for one such part at most. A block that stays comes once (by each hash that the engine
-        has for it); one that comes or goes meanwhile may come or not.
+        Other callers wait for one such part at most. A block that stays comes once (for each of its engine
+        hashes); a block that is stored or removed meanwhile may come or not.
         """
         parts = self._parts()
         while True:
@@ -310,7 +307,7 @@ class PrefixIndex:
             yield entries
 
     def _parts(self) -> Iterator[tuple[Hashes, Hashes, npt.NDArray[np.uint32] | None]]:
-        """Yield what engines call the blocks, their keys, and whose names those are, some at a time."""
+        """Yield the engines' hashes of blocks, their keys, and the workers of these names, in parts."""
         if self.keys == "engine":
             for keys in self._form.table.hashes():
                 yield keys, keys, None
@@ -324,7 +321,7 @@ class PrefixIndex:
     def _entries(
         self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None
     ) -> list[Entry]:
-        """Return who holds blocks on which tiers, called `hashes`; of each one of `workers`, if given."""
+        """Return who holds blocks on which tiers, under the names `hashes`; only for `workers`, if given."""
         wanted = [None] * len(keys) if workers is None else workers.tolist()
         return [
             (name, called, tier)
@@ -338,9 +335,9 @@ class PrefixIndex:
         ]
 
     def worker_stats(self, worker: str) -> WorkerStats:
-        """Return what one worker holds.
+        """Return one worker's counts.
 
-        Where it has several groups, a tier has as many blocks as the group with the fewest.
+        If it has several groups, a tier has as many blocks as the group with the fewest.
         """
         with self._lock:
             known = self._workers[worker]
@@ -355,7 +352,7 @@ class PrefixIndex:
             return WorkerStats(blocks, len(known.translator.waiting), self._form.table.dropped(known.number))
 
     def incomplete(self) -> dict[str, str]:
-        """Return the workers of which less is known than was told, and why, until they are cleared."""
+        """Return the workers of which the index is missing blocks, and why, until they are cleared."""
         with self._lock:
             reasons = {name: self._reason(worker) for name, worker in self._workers.items()}
             return {name: reason for name, reason in reasons.items() if reason}
@@ -381,7 +378,7 @@ class PrefixIndex:
             )
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the index contradicts itself."""
+        """Raise `IntegrityError` if the index contradicts itself."""
         with self._lock:
             self._form.table.check()
             self._form.names.check()
@@ -394,7 +391,7 @@ class PrefixIndex:
 
 
 def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
-    """Return hashes as one flat array; negative ones are the same 64 bits seen as signed."""
+    """Return hashes as one flat array; a negative hash is the same 64 bits as a signed number."""
     if (
         isinstance(hashes, np.ndarray)
         and hashes.dtype == np.uint64

@@ -1,16 +1,16 @@
-"""The indexer's HTTP interface, in the shapes that routers already speak.
+"""The indexer's HTTP interface, in the formats that routers already use.
 
-Requests that say `model_name` are answered as Dynamo's standalone indexer answers them, those that say
-`model` or `modelname` as Mooncake's conductor does (RFC 1403). Counts are tokens. Both answers carry more
-than those: whether each worker's replica is `exact`, `repairing` or `degraded`, under `states` or in each
-instance's `state`, and why it is not exact, under `reasons` or in `reason`. Who does not know the fields
-does not see them.
+A request with `model_name` gets an answer like that of Dynamo's standalone indexer, one with `model` or
+`modelname` an answer like that of Mooncake's conductor (RFC 1403). Counts are tokens. Both answers carry
+further fields: whether each worker's replica is `exact`, `repairing` or `degraded` (under `states`, or in
+each instance's `state`), and why it is not exact (under `reasons`, or in `reason`). Clients that do not
+know these fields ignore them.
 
     POST /register /unregister /query /query_by_hash         GET /workers /dump /health /metrics
 
-With keys by XXH3, `block_hashes` are hashes of single blocks, as Dynamo's clients send, and `seq_hashes`
+With XXH3 keys, `block_hashes` are hashes of single blocks, as Dynamo's clients send them, and `seq_hashes`
 are chained ones, as Mooncake's do; with the engine's keys both are the engine's hashes. A dump is made and
-sent in slices, and other questions are answered between them; so are metrics. This belongs to the event
+sent in slices, and other requests are answered between them; so are metrics. This belongs to the event
 loop's thread.
 """
 
@@ -51,9 +51,9 @@ T = TypeVar("T")
 _TIER_NAMES = {StorageTier.GPU: "device", StorageTier.CPU: "host_pinned", StorageTier.STORAGE: "disk"}
 _CHANGES = frozenset(("/register", "/unregister"))
 _DUMPS = 4
-"""How many dumps may be under way: each keeps a list of what is held."""
+"""The most dumps at once: each keeps a list of all held blocks."""
 _PAUSE = 0.002
-"""Seconds between two slices of a long answer, in which others get time for whole questions."""
+"""Seconds between two slices of a long answer, so that other requests are answered in between."""
 _REASON_LENGTH = 1000
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -86,7 +86,7 @@ class _Named(msgspec.Struct, kw_only=True):
 
     @property
     def group_name(self) -> str | None:
-        """What the request says of the group. A tenant is one in Mooncake's dialect; Dynamo ignores it."""
+        """The group in the request. Mooncake's dialect names it by a tenant, which Dynamo's ignores."""
         return self.routing_group or (self.tenant_id if self.is_mooncake else None)
 
     @property
@@ -126,7 +126,7 @@ class _QueryByHash(_Question, kw_only=True):
 
 
 class Api:
-    """Answers requests out of a service."""
+    """Answers requests from a service."""
 
     def __init__(self, service: Service, access: Access | None = None) -> None:
         self.service, self.access = service, access or Access()
@@ -292,7 +292,7 @@ class Api:
         return listener
 
     def _dump(self, request: HttpRequest) -> Response:
-        """Return all that is held, as stores that make it so. Parents and tokens are not kept, but null."""
+        """Return all held blocks, as stores. Parents and tokens are not kept, so they are null."""
         if self._dumps >= _DUMPS:
             raise HttpError(503, f"{_DUMPS} dumps are under way: try again later", {"Retry-After": "1"})
         return Response(200, self._dump_pieces())
@@ -306,7 +306,7 @@ class Api:
                 yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
                 first, number = b"", 0
                 slices, ids = group.index.dump(), self.service.instance_ids(key)
-                # the first turn may look at the whole, the others are short
+                # the first step may scan the whole index, the others are short
                 part = await asyncio.to_thread(next, slices, None)
                 while part is not None:
                     if events := list(_stores(part, number, ids)):
@@ -345,14 +345,14 @@ def _read(request: HttpRequest, shape: type[T]) -> T:
 
 
 def _hashes(values: list[int]) -> Hashes:
-    """Return hashes as they are in the index; negative ones are the same 64 bits seen as signed."""
+    """Return hashes in the form of the index; a negative hash is the same 64 bits as a signed number."""
     if any(not -(1 << 63) <= value < 1 << 64 for value in values):
         raise HttpError(422, "expected hashes of 64 bits")
     return np.array([value & ((1 << 64) - 1) for value in values], np.uint64)
 
 
 class _Tokens(NamedTuple):
-    """How many leading tokens a worker holds: in all; on each tier with those above; on each alone."""
+    """The leading tokens a worker holds: in total; on each tier with those above; on each tier alone."""
 
     longest: int = 0
     reach: tuple[int, ...] = (0, 0, 0)
@@ -360,7 +360,7 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(cls, match: Match, block_size: int) -> dict[str, _Tokens]:
-        """Return what each worker holds."""
+        """Return the token counts of each worker."""
         columns = [(column * block_size).tolist() for column in (match.any, match.reach, match.alone)]
         return {
             name: cls(longest, tuple(reach), tuple(alone))
@@ -370,7 +370,7 @@ class _Tokens(NamedTuple):
 
 
 def _dynamo(found: dict[str, _Tokens], trusts: dict[Worker, Trust]) -> dict[str, Any]:
-    """Say a match as Dynamo does: whoever holds something, tiers cumulative from the GPU down."""
+    """Format a match like Dynamo: workers that hold something, tiers cumulative from the GPU down."""
     scores: defaultdict[str, dict[str, int]] = defaultdict(dict)
     instances: dict[str, dict[str, Any]] = {}
     for name, tokens in found.items():
@@ -398,7 +398,7 @@ def _dynamo(found: dict[str, _Tokens], trusts: dict[Worker, Trust]) -> dict[str,
 def _mooncake(
     found: dict[str, _Tokens], trusts: dict[Worker, Trust], instance: int | str | None
 ) -> dict[str, dict[str, Any]]:
-    """Say a match as Mooncake does: every instance, each medium for itself."""
+    """Format a match like Mooncake: every instance, each medium separately."""
     said: dict[str, dict[str, Any]] = {}
     trusts_of: defaultdict[str, list[Trust]] = defaultdict(list)
     for worker, trust in trusts.items():
@@ -423,7 +423,7 @@ def _mooncake(
 def _stores(
     part: list[tuple[str, int, StorageTier]], number: int, ids: dict[str, int | str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a store for each worker and tier in a slice, as Dynamo writes it; `ids` as registered."""
+    """Yield a store for each worker and tier in a slice, in Dynamo's format; with registered `ids`."""
     held: defaultdict[tuple[str, StorageTier], list[int]] = defaultdict(list)
     for name, block_hash, tier in part:
         held[name, tier].append(block_hash)

@@ -1,8 +1,8 @@
 """An index over HTTP: `kvtier index serve`.
 
-`serve` blocks until it is told to stop; `IndexServer` does the same in a thread of its own. Two threads do
-the work: one follows the publishers and owns their sockets, the other serves HTTP. Requests under way are
-finished before it stops.
+`serve` blocks until it is stopped; `IndexServer` does the same in its own thread. Two threads do the work:
+one follows the publishers and owns their sockets, the other serves HTTP. Running requests finish before the
+server stops.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def serve(
     follow: Iterable[Registration] = (),
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve an index until SIGTERM or SIGINT comes; call it in the main thread.
+    """Serve an index until SIGTERM or SIGINT; call it in the main thread.
 
-    `on_ready` is called with the address once requests are answered. Port 0 takes a free one.
+    `on_ready` is called with the address once requests are answered. Port 0 takes a free port.
     """
 
     async def serve_until_signalled() -> None:
@@ -67,7 +67,7 @@ async def _serve(
     stop: asyncio.Event,
 ) -> None:
     """Serve until `stop` is set."""
-    if not host:  # which the system takes for every address
+    if not host:  # the system would take it for every address
         expected = "expected an address such as 127.0.0.1, or 0.0.0.0 for all of the machine's"
         raise InputError(f"host: {expected}, got {host!r}")
     service = Service(settings)
@@ -90,7 +90,7 @@ async def _serve(
 
 
 class IndexServer:
-    """A server in a thread of its own. As a context it listens when entered and has stopped when left."""
+    """A server in its own thread. As a context manager it listens when entered and has stopped when left."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class IndexServer:
         access: Access | None = None,
         follow: Iterable[Registration] = (),
     ) -> None:
-        """Take what `serve` takes."""
+        """Take the arguments of `serve`."""
         self.url = ""
         self._arguments = host, port, settings, limits, access, follow
         self._ready = threading.Event()

@@ -1,15 +1,14 @@
-"""The indexer's inside: which publishers are followed for which model, and one index per model.
+"""The indexer without HTTP: the followed publishers of each model, and one index per model.
 
-One thread follows all publishers and applies what they say. Registrations and questions come from other
-threads. A lock guards both, so an answer and the state it is given with belong together; each index has a
-lock of its own.
+One thread follows all publishers and applies their updates. Registrations and questions come from other
+threads. A lock guards both, so an answer and its state belong together; each index has a lock of its own.
 
-A publisher belongs to a *group*: a model, and within it a routing group. Groups know nothing of each
-other. A *worker* is an instance and a data-parallel rank, and one registration speaks for it. A
-registration that names its rank speaks for that one, whatever its batches say; one that does not speaks
-for the ranks that its batches name.
+A publisher belongs to a *group*: a model, and within it a routing group. Groups are independent. A *worker*
+is an instance and a data-parallel rank, and exactly one registration represents it. A registration with a
+rank represents that rank, whatever its batches say; a registration without one represents the ranks that
+its batches name.
 
-Whatever is refused between the stream and an answer makes the worker's state `degraded`, with a reason, is
+Anything refused between the stream and an answer makes the worker's state `degraded`, with a reason, is
 logged once, and is counted.
 """
 
@@ -53,21 +52,21 @@ _BEST_FIRST = (State.EXACT, State.REPAIRING, State.DEGRADED)
 
 
 class GroupKey(NamedTuple):
-    """The publishers that one index follows."""
+    """The key of a group: the publishers of one index."""
 
     model: str
     routing_group: str = "default"
 
 
 class Worker(NamedTuple):
-    """Who holds blocks: an instance as routers call it, and one of its ranks."""
+    """A holder of blocks: an instance, named as by routers, and one of its ranks."""
 
     instance: str
     rank: int
 
     @property
     def name(self) -> str:
-        """What the index calls it."""
+        """The worker's name in the index."""
         return f"{self.rank}:{self.instance}"
 
     @classmethod
@@ -78,7 +77,7 @@ class Worker(NamedTuple):
 
 
 class Trust(NamedTuple):
-    """How far what is said of a worker can be trusted, and why not."""
+    """How far the data about a worker can be trusted, and why not."""
 
     state: State
     reason: str = ""
@@ -94,7 +93,7 @@ def worst(trusts: list[Trust]) -> Trust:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every index of a service is like. `budget` is per group."""
+    """The settings of every index of a service. `budget` is per group."""
 
     keys: Literal["engine", "xxh3"] = "xxh3"
     seed: str = ""
@@ -104,14 +103,14 @@ class Settings:
     max_groups: int = 64
     max_sources: int = 4096
     max_ranks: int = 64
-    """How many ranks one publisher may speak for."""
+    """The most ranks that one publisher may represent."""
     curve: CurveClient | None = None
     limits: Limits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A publisher to follow. Without a `rank` its batches say it, without a `block_size` the first store."""
+    """A publisher to follow. Its batches name a missing `rank`, the first store a missing `block_size`."""
 
     group: GroupKey
     instance_id: int | str
@@ -123,7 +122,7 @@ class Registration:
 
     @property
     def key(self) -> tuple[GroupKey, str, int]:
-        """What no two registrations have in common."""
+        """The unique key of a registration."""
         return self.group, str(self.instance_id), self.rank or 0
 
     def worker(self, rank: int) -> Worker:
@@ -133,30 +132,30 @@ class Registration:
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A registration, and what became of it. Guarded by the service's lock."""
+    """A registration and its current status. Guarded by the service's lock."""
 
     registration: Registration
     source: str
-    """What the subscriber calls it. Nobody else was ever called so: no late update of another is taken."""
+    """Its name in the subscriber. Names are never reused, so no late update of another source is applied."""
     trust: Trust = _UNHEARD
     ranks: set[int] = field(default_factory=set)
-    """The ranks it speaks for. Where it names none: those that its batches named, and 0 before them."""
+    """The ranks it represents. Without a rank: those that its batches named, and 0 before any did."""
     batch_rank: int | None = None
-    """What the batches of a registration with a rank call theirs."""
+    """The rank in the batches of a registration that has a rank."""
     refusal: str = ""
-    """Why batches were not applied, since the replica last began anew."""
+    """Why batches were not applied, since the replica last began again."""
     ignored: int = 0
-    """How many batches were not applied."""
+    """The number of batches that were not applied."""
 
     @property
     def workers(self) -> list[Worker]:
-        """Return the workers it speaks for."""
+        """Return the workers it represents."""
         return [self.registration.worker(rank) for rank in sorted(self.ranks or {0})]
 
     def speaks_only_for(self, rank: int) -> bool:
-        """Return whether this registration names no rank and speaks for this one.
+        """Return whether this registration has no rank and represents this one.
 
-        `Conflict` if for others too.
+        `Conflict` if it represents others too.
         """
         ranks = self.ranks or {0}
         if self.registration.rank is not None or rank not in ranks:
@@ -173,7 +172,7 @@ class Followed:
 
 @dataclass(slots=True)
 class Group:
-    """An index, who is followed for it, and who of them speaks for each of its workers."""
+    """An index, its followed publishers, and the publisher that represents each worker."""
 
     index: PrefixIndex
     members: dict[str, Followed] = field(default_factory=dict)
@@ -181,23 +180,23 @@ class Group:
 
     @property
     def block_size(self) -> int | None:
-        """Return how many tokens a block has, `None` until a publisher says so."""
+        """Return the number of tokens in a block; `None` until a publisher names it."""
         return self.index.block_size
 
 
 class Answer(NamedTuple):
-    """Who holds how much, and how far that can be trusted."""
+    """How much each worker holds, and how far that can be trusted."""
 
     match: Match
     trusts: dict[Worker, Trust]
 
 
 class NotFound(InputError):
-    """There is nothing of that name."""
+    """The named thing does not exist."""
 
 
 class Conflict(InputError):
-    """It contradicts what is there already."""
+    """The request contradicts the existing registrations."""
 
 
 class Service:
@@ -206,7 +205,7 @@ class Service:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.failure: str | None = None
-        self.ignored = 0  # batches that could not be applied, of all registrations there ever were
+        self.ignored = 0  # batches that could not be applied, over all registrations so far
         self._lock = threading.Lock()
         self._groups: dict[GroupKey, Group] = {}
         self._registered: dict[tuple[GroupKey, str, int], Followed] = {}
@@ -220,14 +219,14 @@ class Service:
         self._thread.start()
 
     def close(self) -> None:
-        """Follow nobody any more. Waits for the thread."""
+        """Stop following. Waits for the thread."""
         self._subscriber.close()
         self._thread.join()
 
     # -- registrations -----------------------------------------------------------------------------
 
     def register(self, new: Registration) -> None:
-        """Follow a publisher. `Conflict` where it, or another block size, is there already."""
+        """Follow a publisher. `Conflict` if it is registered already, or its block size differs."""
         for endpoint in (new.endpoint, new.replay_endpoint):
             if endpoint is not None and (not endpoint.startswith(_SCHEMES) or "*" in endpoint):
                 expected = "expected an address like tcp://host:5557"
@@ -245,7 +244,7 @@ class Service:
                 group.speakers[new.worker(new.rank).name] = followed
 
     def _group_for(self, new: Registration) -> Group:
-        """Return the group that a publisher belongs to, or would make."""
+        """Return the group of a publisher, or a new one."""
         group = self._groups.get(new.group)
         is_taken = group is not None and new.rank is not None and new.worker(new.rank).name in group.speakers
         if new.key in self._registered or is_taken:
@@ -279,10 +278,10 @@ class Service:
     def unregister(
         self, instance: str, model: str, routing_group: str | None = None, rank: int | None = None
     ) -> list[Registration]:
-        """Follow an instance no more, or one rank of it, and forget what it holds; return what is gone.
+        """Stop following an instance, or a rank of it, and forget its blocks; return the old registrations.
 
-        A registration without a rank goes with the only rank it speaks for. `Conflict` where it speaks for
-        more: its stream is followed as a whole or not at all.
+        A registration without a rank can be removed by the only rank it represents. `Conflict` if it
+        represents more: its stream is followed as a whole or not at all.
         """
         with self._lock:
             gone = [
@@ -325,7 +324,7 @@ class Service:
             self.failure = f"{type(error).__name__}: {error}"
 
     def _apply(self, run: list[Any]) -> None:
-        """Apply consecutive updates of one kind and one source, batches of one rank."""
+        """Apply consecutive updates of one kind and source; batches also of one rank."""
         update: Update = run[-1]
         with self._lock:
             followed = self._sources.get(update.source)
@@ -367,7 +366,7 @@ class Service:
             logger.warning("batches of instance %r of %s are not applied: %s", name, group_key, refusal)
 
     def _take_rank(self, followed: Followed, group: Group, rank: int) -> str:
-        """Let a registration without a rank speak for one; return why it may not."""
+        """Let a registration without a rank represent one; return why it may not."""
         if rank in followed.ranks:
             return ""
         name = followed.registration.worker(rank).name
@@ -384,7 +383,7 @@ class Service:
     # -- questions ---------------------------------------------------------------------------------
 
     def group(self, key: GroupKey) -> Group:
-        """Return a group. `NotFound` where nobody is registered for it."""
+        """Return a group. `NotFound` if it has no registration."""
         with self._lock:
             return self._group(key)
 
@@ -401,20 +400,20 @@ class Service:
             return dict(self._groups)
 
     def instance_ids(self, key: GroupKey) -> dict[str, int | str]:
-        """Return the ids of a group's instances as they were registered, by what workers are called by."""
+        """Return the registered ids of a group's instances, by the instance name of its workers."""
         with self._lock:
             members = self._groups[key].members.values() if key in self._groups else ()
             ids = [followed.registration.instance_id for followed in members]
         return {str(instance_id): instance_id for instance_id in ids}
 
     def answer(self, key: GroupKey, hashes: Hashes) -> Answer:
-        """Return who holds how much of a prefix. Nothing is applied between the match and the states."""
+        """Return how much of a prefix each worker holds. Match and states belong to the same moment."""
         with self._lock:
             group = self._group(key)
             return Answer(group.index.match(hashes), self._trusts(group))
 
     def followed(self) -> list[tuple[Followed, list[Trust]]]:
-        """Return who is followed, and how far what is said of their workers can be trusted."""
+        """Return the followed publishers, and how far the data about their workers can be trusted."""
         with self._lock:
             return [
                 (followed, [trusts[worker] for worker in followed.workers])
@@ -424,7 +423,7 @@ class Service:
             ]
 
     def _trusts(self, group: Group) -> dict[Worker, Trust]:
-        """Return how far what is said of workers can be trusted: as their stream, if nothing was refused."""
+        """Return each worker's trust: that of its stream, or degraded if anything was refused."""
         incomplete = group.index.incomplete()
         dead = f"the index follows nobody any more: {self.failure}" if self.failure is not None else ""
         trusts: dict[Worker, Trust] = {}
@@ -436,19 +435,19 @@ class Service:
         return trusts
 
     def status(self, followed: Followed) -> SourceStatus | None:
-        """Return how a publisher's stream fares, `None` where it is no longer followed."""
+        """Return the status of a publisher's stream; `None` if it is no longer followed."""
         try:
             return self._subscriber.status(followed.source)
         except InputError:
             return None
 
     def check(self) -> None:
-        """Raise `IntegrityError` where an index contradicts itself."""
+        """Raise `IntegrityError` if an index contradicts itself."""
         for group in self.groups().values():
             group.index.check()
 
 
 def _run_of(update: Update) -> tuple[Any, ...]:
-    """Return what updates that can be applied together have in common."""
+    """Return a key that is equal for updates that can be applied together."""
     rank = update.batch.data_parallel_rank if isinstance(update, Received) else None
     return type(update), update.source, rank

@@ -1,10 +1,10 @@
-"""From events, which name blocks by the engine's hashes, to the keys of an index that hashes tokens.
+"""Translates events, which name blocks by the engine's hashes, to the keys of an index that hashes tokens.
 
-A block whose parent is unknown, or that came without tokens, as some engines send for lower tiers, waits
-until it can be named. What waits, and the names of blocks under a cache salt, take bytes of an allowance;
-what finds no room there is dropped and counted.
+A block waits until it can be named if its parent is unknown, or if it came without tokens, as some engines
+send for lower tiers. Waiting blocks, and the names of blocks under a cache salt, take bytes of an
+allowance; blocks that find no room there are dropped and counted.
 
-Engines name a cache salt with the first block only, so it is remembered along the chain. Not for several
+Engines send a cache salt with the first block only, so it is remembered along the chain. Not for several
 threads at once.
 """
 
@@ -25,30 +25,32 @@ from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, s
 
 __all__ = ["Edit", "Translator"]
 
-# of a block that waits, in however many areas, beside its tokens and extra keys;
-# `tests/unit/test_index_bounds.py` weighs it
+# Bytes of a waiting block, in any number of areas, without its tokens and extra keys;
+# `tests/unit/test_index_bounds.py` measures it.
 _ORPHAN_BYTES = 1536
-_SALTED_BYTES = 320  # of a name under a salt
-_MOST_EDITS = 4096  # that are collected before they are applied
+_SALTED_BYTES = 320  # bytes of a name under a salt
+_MOST_EDITS = 4096  # edits collected before they are applied
 
 Edit = tuple[Op, int, list[int]]
-"""What an event does, in which area, to which keys."""
+"""The kind of a change, its area, and its keys."""
 AreaOf = Callable[[BlockStored | BlockRemoved], int | None]
-"""Gives an event's area; `None`: it is of no interest, or refused."""
+"""Returns an event's area; `None`: the event does not count, or is refused."""
 Run = Callable[[list[Edit]], None]
 """Applies edits to the table."""
 
 
 class _Name(NamedTuple):
-    """What a block is called in the index, and the salt that its chain began with."""
+    """A block's key in the index, and the salt that its chain began with."""
 
     key: int
     salt: str | None = None
 
 
 class _Blocks(NamedTuple):
-    """Consecutive blocks that were stored. `tokens` are u32, none where the event had none; `copies` are how
-    many in which area."""
+    """Consecutive stored blocks.
+
+    `tokens` are u32, empty if the event had none; `copies` has the number of copies per area.
+    """
 
     hashes: list[int]
     parent: int | None
@@ -70,12 +72,12 @@ class _Blocks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many bytes a single block takes while it waits."""
+        """The bytes that a single block takes while it waits."""
         return _ORPHAN_BYTES + len(self.tokens) + sum(64 + 40 * len(hashes) for hashes in self.extra)
 
 
 class _Edits(list[Edit]):
-    """Edits that are to be applied together."""
+    """Edits that are applied together."""
 
     def __init__(self, apply: Run) -> None:
         super().__init__()
@@ -95,24 +97,25 @@ class Translator:
         """Name blocks in the book of `form`. `counts`: the engine announces every copy of a block."""
         self.worker = worker
         self.waiting: Orphans[_Blocks] = Orphans(allowance, counts)
-        # Blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear.
+        # Blocks whose tokens or extra keys do not fill whole blocks, or differ from before; since the
+        # last clear.
         self.misfits = 0
         self._form, self._allowance = form, allowance
-        # By engine hash, the names of blocks under a salt; the others are in the book.
+        # The names of blocks under a salt, by engine hash; the other names are in the book.
         self._salted: dict[int, _Name] = {}
         self._untidy = SLACK
 
     @property
     def is_plain(self) -> bool:
-        """Whether a block without a name in the book is unknown here too."""
+        """Whether every block that is not in the book is unknown here too."""
         return not self._salted and not len(self.waiting)
 
     def bytes(self) -> int:
-        """Return what is taken of the allowance."""
+        """Return the bytes taken from the allowance."""
         return self.waiting.bytes() + _SALTED_BYTES * len(self._salted)
 
     def clear(self) -> None:
-        """Forget all names and all that waits."""
+        """Forget all names and all waiting blocks."""
         self._form.names.clear(self.worker)
         self._allowance.give(_SALTED_BYTES * len(self._salted))
         self._salted.clear()
@@ -120,7 +123,7 @@ class Translator:
         self.misfits = 0
 
     def translate(self, events: Iterable[BlockStored | BlockRemoved], area_of: AreaOf, apply: Run) -> None:
-        """Apply what the events do to keys."""
+        """Apply the events' changes, translated to keys."""
         edits = _Edits(apply)
         for event in events:
             if (area := area_of(event)) is None:
@@ -146,7 +149,7 @@ class Translator:
         return [block._replace(copies=copies) for block, copies in found]
 
     def tidy(self) -> None:
-        """Forget names of salted blocks that are gone, if they are many."""
+        """Forget names of removed salted blocks, if there are many."""
         if len(self._salted) <= self._untidy:
             return
         before = self._salted
@@ -165,12 +168,12 @@ class Translator:
         return self._salted.get(engine_hash) if key is None else _Name(key)
 
     def _remove(self, event: BlockRemoved, area: int) -> list[int]:
-        """Return the keys of removed blocks, 0 for one that is unknown; those that wait cease to."""
+        """Return the keys of removed blocks, 0 for an unknown one. Waiting blocks stop waiting."""
         gone = [block for block in map(to_u64, event.block_hashes) if not self.waiting.discard(block, area)]
         return [0 if name is None else name.key for name in map(self._get, gone)]
 
     def _store(self, ready: list[_Blocks], edits: _Edits) -> None:
-        """Name blocks, then those that waited for them, and so on."""
+        """Name blocks, then the blocks that waited for them, and so on."""
         while ready:
             blocks = ready.pop()
             hashes, keys = self._name(blocks, edits) if blocks.tokens else self._named(blocks)
@@ -186,7 +189,7 @@ class Translator:
     def _name(self, blocks: _Blocks, edits: _Edits) -> tuple[list[int], list[int]]:
         """Name blocks that came with tokens; return their hashes and keys.
 
-        Those before the first that can be named wait.
+        Blocks before the first nameable one wait.
         """
         parent = _Name(0) if blocks.parent is None else self._get(blocks.parent)
         first = 0
@@ -197,7 +200,7 @@ class Translator:
             first += 1
         if parent is None:
             return [], []
-        # `first` blocks are done: either none, or those that wait and one whose name was known already
+        # `first` blocks are done: none, or the waiting ones and one whose name was known already
         width = len(blocks.tokens) // len(blocks.hashes)
         salt = blocks.salt if blocks.parent is None else parent.salt
         seed = seed_of(blocks.lora, salt)
@@ -214,8 +217,9 @@ class Translator:
         return known + hashes, [parent.key] * len(known) + keys
 
     def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
-        """Say whether a hash is that of two blocks, or of one held under another key: a hash has one name,
-        and no removal would find the other.
+        """Say whether a hash is used for two blocks, or for a held block with another key.
+
+        A hash has one name, and no removal would find the other block.
         """
         if len(set(hashes)) < len(hashes):
             return True
@@ -227,10 +231,10 @@ class Translator:
         return bool(self._form.table.holds(self.worker, np.array(others, np.uint64)).any())
 
     def _remember(self, hashes: list[int], keys: list[int], salt: str | None, edits: _Edits) -> bool:
-        """Remember names; `False` where there is no room.
+        """Remember names; `False` if there is no room.
 
-        A full book forgets the names of what the table does not hold, so the table must first hold what was
-        named before.
+        A full book forgets the names of blocks that the table does not hold, so the table must first hold
+        all blocks named before.
         """
         if salt is None:
             names, named = self._form.names, np.array(keys, np.uint64)
@@ -246,7 +250,7 @@ class Translator:
         return True
 
     def _named(self, blocks: _Blocks) -> tuple[list[int], list[int]]:
-        """Return those of blocks without tokens that have a name already; the others wait for one."""
+        """Return the hashes and keys of blocks without tokens that have a name; the others wait."""
         found = []
         for number, engine_hash in enumerate(blocks.hashes):
             if (name := self._get(engine_hash)) is None:
@@ -256,12 +260,12 @@ class Translator:
         return [engine_hash for engine_hash, _ in found], [key for _, key in found]
 
     def _park(self, block: _Blocks) -> None:
-        """Let a block wait on its own: any of a run may be removed meanwhile."""
+        """Let a block wait on its own: any block of a run may be removed meanwhile."""
         parent = block.parent if block.tokens else None
         self.waiting.park(block.hashes[0], parent, block, block.size, block.copies)
 
     def salted(self) -> Iterator[NamePart]:
-        """Yield the names of blocks under a salt, some at a time.
+        """Yield the names of blocks under a salt, in parts.
 
         They may change meanwhile: a name that stays comes once.
         """
@@ -273,7 +277,7 @@ class Translator:
 
 
 def _blocks_of(event: BlockStored, area: int) -> _Blocks | None:
-    """Return an event's blocks; `None` where its tokens or its extra keys are not those of whole blocks."""
+    """Return an event's blocks; `None` if its tokens or extra keys do not fill whole blocks."""
     hashes = [to_u64(block_hash) for block_hash in event.block_hashes]
     parent = None if event.parent_block_hash is None else to_u64(event.parent_block_hash)
     lora, extra_keys, copies = event.lora_name, event.extra_keys or [], {area: 1}

@@ -1,8 +1,7 @@
-"""What an index knows of one worker beside what the table holds of it: its groups, its duplicates, its
-names, its refusals.
+"""An index's data about one worker, beside the table: its groups, duplicates, names and refusals.
 
-A block that was refused, or dropped while it waited, is one that the index does not know of: `reason()` says
-so until the worker is cleared. Not for several threads at once.
+The index does not know a block that was refused, or dropped while it waited: `reason()` says so until the
+worker is cleared. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _COUNT_BYTES = 256  # a pair of ints and its place in a dict that has just doubl
 class DuplicateCounts:
     """How many copies of a block one worker holds beyond the first.
 
-    vLLM sends a store and a removal for every physical copy of a block. Second copies are rare, so only they
-    are counted. One that does not fit is dropped and counted as such, and its block is forgotten at its
+    vLLM sends a store and a removal for every physical copy of a block. Second copies are rare, so only
+    they are counted. A copy that does not fit is counted as dropped, and its block is forgotten at its
     first removal: too early, never too late.
     """
 
     def __init__(self, allowance: Allowance) -> None:
-        """Remember as much as the allowance has room for."""
-        self.dropped = 0  # since it was last cleared
+        """Remember as much as the allowance permits."""
+        self.dropped = 0  # since the last clear
         self._allowance = allowance
         self._more: dict[tuple[int, int], int] = {}
 
@@ -43,7 +42,7 @@ class DuplicateCounts:
             self.dropped += 1
 
     def take(self, area: int, block_hash: int) -> bool:
-        """Count one copy less; `False` where there is but one, which is not counted here."""
+        """Count one copy less; `False` if there is only one, which is not counted here."""
         more = self._more.get((area, block_hash), 0)
         if more > 1:
             self._more[area, block_hash] = more - 1
@@ -59,24 +58,25 @@ class DuplicateCounts:
         self.dropped = 0
 
     def bytes(self) -> int:
-        """Return what is taken of the allowance."""
+        """Return the bytes taken from the allowance."""
         return _COUNT_BYTES * len(self._more)
 
 
 class KnownWorker:
-    """A worker of an index. `number` is the one that it has in the table; if it `counts`, it announces every
-    copy of a block.
+    """A worker of an index.
+
+    `number` is its number in the table; if it `counts`, it announces every copy of a block.
     """
 
     def __init__(self, name: str, number: int, form: Form, allowance: Allowance, counts: bool) -> None:
         self.name, self.number, self.counts = name, number, counts
         self.groups = Groups()
-        self.duplicates = DuplicateCounts(allowance)  # if it counts
-        self.translator = Translator(number, form, allowance, counts)  # if keys are hashes of tokens
-        # The newest block size that was refused, and how many blocks.
+        self.duplicates = DuplicateCounts(allowance)  # used if it counts
+        self.translator = Translator(number, form, allowance, counts)  # used if keys are hashes of tokens
+        # The newest block size that was refused, and the number of such blocks.
         self.other_size, self.of_other_size = 0, 0
-        self.no_area = 0  # blocks refused since there can be no more areas
-        self.is_told = False  # it was logged that something is amiss
+        self.no_area = 0  # blocks refused because no more areas are possible
+        self.is_told = False  # a problem of this worker was logged
 
     @property
     def refused(self) -> int:
@@ -85,16 +85,16 @@ class KnownWorker:
 
     @property
     def is_marred(self) -> bool:
-        """Whether anything is amiss, what the table dropped not counted."""
+        """Whether blocks are missing, apart from those that the table dropped."""
         lost = self.refused or self.translator.waiting.dropped or self.duplicates.dropped
         return bool(lost or self.groups.unclear)
 
     def bytes(self) -> int:
-        """Return what is taken of the allowance."""
+        """Return the bytes taken from the allowance."""
         return self.translator.bytes() + self.duplicates.bytes()
 
     def reason(self, dropped: int, block_size: int | None) -> str:
-        """Say in a line why less is known than was told, the table having `dropped` so many blocks."""
+        """Say in a line why blocks are missing; `dropped` is the table's count."""
         size, groups = self.other_size, self.groups.unclear.items()
         losses = [
             (
@@ -128,7 +128,7 @@ class KnownWorker:
         return "; ".join(text.format(count) for count, text in losses if count)
 
     def clear(self) -> None:
-        """Forget what was held, and that anything was refused. Groups stay: it is the same engine."""
+        """Forget all blocks and refusals. Groups stay: it is the same engine."""
         self.other_size = self.of_other_size = self.no_area = 0
         self.is_told = False
         self.groups.unclear.clear()

@@ -8,11 +8,11 @@ little-endian) with a seed; its key chains the local hashes, and the first block
     key   = xxh3(parent's key . local, 1337)             both as 8 bytes, little-endian
 
 An image, sound or video whose identifier is 64 hex digits counts by its first 64 bits, as with Dynamo; any
-other extra key (an identifier of the user's, the digest of embeddings) by the hash of its msgpack bytes.
-Several are in ascending order. An adapter that has a number but no name is called `lora_id=<number>`.
+other extra key (an identifier of the user's, the digest of embeddings) counts by the hash of its msgpack
+bytes. Several extra keys are sorted in ascending order. An adapter that has a number but no name is called
+`lora_id=<number>`.
 
-Everything here is pure and may be called from any thread. The compiled table brings faster forms of the same
-functions.
+Everything here is pure; any thread may call it. The compiled table has faster forms of the same functions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def seed_of(lora: str | None = None, salt: str | None = None) -> int:
 
 
 def token_array(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint32]:
-    """Return token ids as u32. What does not fit raises `InputError`."""
+    """Return token ids as u32. `InputError` if one does not fit."""
     try:
         wide = np.asarray(tokens, dtype=np.int64) if len(tokens) else np.empty(0, np.int64)
     except (OverflowError, TypeError, ValueError) as error:
@@ -75,8 +75,7 @@ def local_hashes(
     seed: int = SEED,
     extra: Sequence[Sequence[int]] = (),
 ) -> Hashes:
-    """Return the local hash of each full block; `extra[i]` are the hashes of what block `i` contains besides
-    tokens.
+    """Return the local hash of each full block; `extra[i]` are the hashes of block `i`'s extra keys.
 
     Tokens are an array, or its bytes in little-endian order.
     """
@@ -92,7 +91,7 @@ def local_hashes(
 
 
 def chain_keys(local: Hashes, parent: int | None = None) -> Hashes:
-    """Return the keys of consecutive blocks from their local hashes, the first one's parent's key given."""
+    """Return the keys of consecutive blocks from their local hashes and the first one's parent key."""
     digest, keys = xxhash.xxh3_64_intdigest, []
     for number in local.tolist():
         parent = number if parent is None else digest(_pair(parent, number), SEED)
@@ -101,12 +100,12 @@ def chain_keys(local: Hashes, parent: int | None = None) -> Hashes:
 
 
 def lora_of(name: str | None, number: int | None) -> str | None:
-    """Return what an adapter is called: its name, else its number; engines give 0 or less to none."""
+    """Return an adapter's name, else its number as a name; engines give 0 or less if there is none."""
     return name or (f"lora_id={number}" if number is not None and number > 0 else None)
 
 
 def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None) -> str | None:
-    """Return the salt among the first block's extra keys: the text that is no adapter and no image."""
+    """Return the salt among the first block's extra keys: the text that is neither adapter nor image."""
     texts = [key for key in ((extra_keys[0] or ()) if extra_keys else ()) if isinstance(key, str)]
     if lora in texts:
         texts.remove(lora)
@@ -115,10 +114,9 @@ def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None)
 
 
 def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None = None) -> list[int]:
-    """Return the hashes of a block's extra keys, but for one text each that names the adapter and the salt,
-    which the seed has already.
+    """Return the hashes of a block's extra keys, without adapter and salt, which are in the seed.
 
-    A key that msgpack cannot write raises `TypeError`, `ValueError` or `OverflowError`.
+    `TypeError`, `ValueError` or `OverflowError` if msgpack cannot encode a key.
     """
     left = list(keys or ())
     for names in ((lora,), (salt, f"{_SALT_PREFIX}{salt}")):

@@ -1,6 +1,6 @@
-"""kvtier inside other engines: one module or package for each, the only ones that import them.
+"""kvtier inside other engines: one module or package per engine; only these import an engine.
 
-An integration translates and decides nothing. It is imported by its engine, never by kvtier.
+An integration only translates; it decides nothing. Its engine imports it, kvtier never does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """A line in the log now and then that sums up what kvtier did.
 
-A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine
-that works in bursts, or sits in one long step, is heard of too. A line speaks of the time since the last
-look only, so that a pool that has stopped helping shows. The thread reads totals and nothing else of the
-scheduler's; one that it reads too early is told next time. `close` tells the rest and, of each tier below
-the pool, all that it did since the start. All methods are for one thread, which need not be the
-scheduler's, but for `close`.
+A timer thread reads the running totals every `INTERVAL` seconds and logs the changes: so an engine that
+works in bursts, or is inside one long step, is covered too. A line covers only the time since the last one,
+so that it shows when a pool has stopped helping. The thread reads only totals of the scheduler; a total
+read too early appears in the next line. `close` logs the rest and, for each tier below the pool, everything
+that it did since the start. One thread calls all methods, not necessarily the scheduler's, except `close`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ INTERVAL = 60.0
 
 
 class Summary:
-    """Turns running totals into lines. `describe_tiers` says what tiers did, when it is closed."""
+    """Turns running totals into lines. `describe_tiers` gives the lines about tiers when it is closed."""
 
     def __init__(
         self,
@@ -44,12 +43,12 @@ class Summary:
         self._timer: threading.Thread | None = None
 
     def start(self) -> None:
-        """Tell what has changed every `INTERVAL` seconds from now on."""
+        """Log the changes every `INTERVAL` seconds from now on."""
         self._timer = threading.Thread(target=self._run, name="kvtier-summary", daemon=True)
         self._timer.start()
 
     def tell_changes(self) -> None:
-        """Tell all that was not told yet, if there is anything. For who has not started the timer."""
+        """Log all changes since the last line, if any. For callers that have not started the timer."""
         totals = Counter(asdict(self._stats))
         counts, self._told = totals - self._told, totals
         now = self._clock()
@@ -58,7 +57,7 @@ class Summary:
             self._tell(_describe(counts, seconds))
 
     def close(self) -> None:
-        """End the timer and tell the rest. Idempotent. On the scheduler's thread, or when that has ended."""
+        """End the timer and log the rest. Idempotent. On the scheduler thread, or after it has ended."""
         is_first = not self._closed.is_set()
         self._closed.set()
         if self._timer is not None:

@@ -1,12 +1,12 @@
-"""The contract of a backend as tests: subclass `BackendSuite` and say how to make yours.
+"""The contract of a backend as tests: subclass `BackendSuite` and define `make`.
 
     class TestMine(BackendSuite):
         def make(self):
             return MyBackend(...)
 
-Every key of the suite has a place of its own below `NUM_PLACES`, for backends that go by place. Rows have
-`ROW_BYTES`. The second half puts the backend behind faults and the real I/O threads: whatever is flipped,
-swapped, torn, cut short, refused or hung, no wrong byte is ever reported as right.
+Every key of the suite has its own place below `NUM_PLACES`, for backends that go by place. Rows have
+`ROW_BYTES`. The second half runs the backend with faults and the real I/O threads: whether rows are
+flipped, swapped, torn, cut short, refused or hang, no wrong byte is ever reported as right.
 """
 
 from __future__ import annotations
@@ -66,28 +66,28 @@ def _cut(payload: bytearray, cuts: tuple[int, ...]) -> tuple[memoryview, ...]:
 
 
 def job_rows(rows: list[BackendRow]) -> JobRows:
-    """Return rows as a job of I/O threads has them."""
+    """Return rows in the form of a job of I/O threads."""
     keys, places = [row.key for row in rows], [row.place for row in rows]
     return JobRows(keys, places, max(row.nbytes for row in rows), rows)
 
 
 def payload_of(row: BackendRow) -> bytes:
-    """Return what is in a row's memory."""
+    """Return the content of a row's memory."""
     return b"".join(row.pieces)
 
 
 class BackendSuite:
-    """Every backend passes this."""
+    """The tests that every backend passes."""
 
     turns: ClassVar[int] = 40
-    """How often the long tests write and read; less for a server that takes long for a row."""
+    """How often the long tests write and read; fewer for a server with slow rows."""
 
     def make(self) -> Backend:
         """Return an empty backend."""
         raise NotImplementedError
 
     def reopen(self, backend: Backend) -> Backend | None:
-        """Return what a process finds that opens the backend after this one; `None`: it keeps nothing."""
+        """Reopen the backend as a later process would; `None`: it keeps nothing."""
         backend.close()
         return None
 
@@ -193,13 +193,13 @@ class BackendSuite:
         assert wrong == 0, f"{plan.injected}"
 
     def test_without_the_check_it_is_wrong(self, backend: Backend) -> None:
-        """The negative control: if nobody checked, these faults would be seen."""
+        """The negative control: without a check, these faults would be visible."""
         kinds = (BackendFault.FLIP, BackendFault.SWAP, BackendFault.TORN, BackendFault.SHORT)
         _, wrong = self._churn(backend, BackendFaultPlan(0, 0.3, kinds), check_seals=False)
         assert wrong > 0
 
     def _churn(self, backend: Backend, plan: BackendFaultPlan, *, check_seals: bool) -> tuple[int, int]:
-        """Write and read rows in many versions; count the reads said to be right, and those that are not."""
+        """Write and read rows in many versions; count successful reads, and the wrong ones among them."""
         threads = IOThreads(FaultyBackend(backend, plan), threads=4, check_seals=check_seals)
         source, versions = random.Random(plan.seed), dict.fromkeys(range(NUM_PLACES), 0)
         done = wrong = 0
@@ -214,7 +214,8 @@ class BackendSuite:
                 for report in self._run(threads, Direction.PROMOTE, 2 * turn + 1, found):
                     if report.outcome is Outcome.DONE:
                         done += len(report.rows)
-                        # A failed write leaves the row as it was before: whole, if old.
+                        # A failed write leaves the row as it was before: an old version is still a whole
+                        # row.
                         read = [row for row in found if row.key in report.rows.keys]
                         wrong += sum(not _is_any_version(row, turn) for row in read)
             threads.check()

@@ -1,9 +1,8 @@
-"""Engine caches in every layout that kvtier understands, and a naive model of what transfers do to them.
+"""Engine caches in every layout that kvtier understands, and a naive model of transfers.
 
-`ReferenceTransfer` knows nothing of canonical tensors, spans or runs: it moves one block at a time between
-the layers' own tensors and a dict of rows. Made from the same arguments, `Caches` hold the same bytes, so
-one set can be given to handlers and the other to the model, and every byte of every allocation compared
-afterwards.
+`ReferenceTransfer` does not use canonical tensors, spans or runs: it moves one block at a time between the
+layers' own tensors and a dict of rows. `Caches` made from the same arguments hold the same bytes, so a test
+gives one set to handlers and the other to the model, and then compares every byte of every allocation.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ManualClock:
 
 @dataclass(frozen=True)
 class Caches:
-    """An engine's KV cache: tensors by layer, the groups that they form, and the allocations behind them."""
+    """An engine's KV cache: tensors by layer, their groups, and the allocations behind them."""
 
     layers: dict[str, torch.Tensor]
     groups: tuple[GroupConfig, ...]
@@ -51,7 +50,7 @@ class Caches:
     num_blocks: int
 
     def pages(self, group: int, block: int) -> Iterator[torch.Tensor]:
-        """Yield the pages of a block in layer order, K before V where they are apart."""
+        """Yield the pages of a block in layer order, K before V if they are separate."""
         for name in self.groups[group].layer_names:
             layer = self.layers[name]
             yield from (
@@ -59,7 +58,7 @@ class Caches:
             )
 
     def page(self, layer: str, block: int) -> torch.Tensor:
-        """Return what a layer has in a block."""
+        """Return a layer's part of a block."""
         tensor = self.layers[layer]
         return tensor[block] if len(tensor) == self.num_blocks else tensor[:, block]
 
@@ -164,7 +163,7 @@ def make_config(
 
 
 class ReferenceTransfer:
-    """Transfers in their simplest form, one block at a time: what handlers are compared with."""
+    """Transfers in their simplest form, one block at a time: the reference for handlers."""
 
     def __init__(self, caches: Caches, config: OffloadingConfig) -> None:
         self.caches = caches
@@ -172,7 +171,7 @@ class ReferenceTransfer:
         self._config = config
 
     def store(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> None:
-        """Do what a store does."""
+        """Do the work of a store."""
         for group, block, slot, index in self.pairs(gpu, cpu):
             at = self._place(group, index)
             for page in self.caches.pages(group, block):
@@ -181,7 +180,7 @@ class ReferenceTransfer:
                 at += len(data)
 
     def load(self, cpu: CPULoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
-        """Do what a load does."""
+        """Do the work of a load."""
         for group, block, slot, index in self.pairs(gpu, cpu):
             at = self._place(group, index)
             for page in self.caches.pages(group, block):
@@ -207,9 +206,7 @@ class ReferenceTransfer:
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes in the order of memory, which is not that of its dimensions if it was
-    permuted.
-    """
+    """Return a tensor's bytes in the order of memory, which differs from its shape if permuted."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).contiguous().cpu().numpy().tobytes()
 

@@ -1,16 +1,15 @@
-"""Transfers that go wrong on purpose: `with_faults(spec, plan)` is `spec` with handlers that fail at a given
-rate.
+"""Transfers that fail on purpose: `with_faults(spec, plan)` is `spec` with handlers that fail at a rate.
 
-A transfer is refused, fails, hangs until its own deadline ends it, or arrives short: some leading blocks are
-really copied and the rest are not. A slow one takes its time over the rest and may still arrive. Whatever a
-failed job did not deliver is filled with `POISON`, so that whoever uses it all the same is found out; until
-then its layers are promised as if all were well. Which job fails and how follows from the plan's seed and
-the job's id alone.
+A transfer is refused, fails, hangs until its own deadline ends it, or arrives short: some leading blocks
+are really copied and the rest are not. A slow transfer delays the rest and may still arrive. Blocks that a
+failed job did not deliver are filled with `POISON`, so that any use of them is detected; until then its
+layers are reported as if all were well. The plan's seed and the job's id alone decide which job fails and
+how.
 
-`Fault.CORRUPT` and `corrupt_pool` are negative controls: wrong bytes that nobody reports. A test that does
-not notice them proves nothing.
+`Fault.CORRUPT` and `corrupt_pool` are negative controls: wrong bytes without a report. A test that does not
+notice them proves nothing.
 
-A faulty handler is used like any other, by one thread.
+One thread uses a faulty handler, like any other.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ from kvtier.transfer.plan import Plan
 __all__ = ["POISON", "SLOW_SECONDS", "Fault", "FaultPlan", "FaultySpec", "corrupt_pool", "with_faults"]
 
 POISON = 0x7F
-"""Fills what did not arrive.
+"""Fills bytes that did not arrive.
 
-Bytes of it are a huge, finite number as float32 or bfloat16, and NaN as float16.
+It is a huge, finite number as float32 or bfloat16, and NaN as float16.
 """
 
 SLOW_SECONDS = 0.03
-"""How long a slow transfer waits before a block."""
+"""How long a slow transfer waits before each block."""
 
 
 class Fault(Enum):
-    """How a transfer goes wrong."""
+    """The way in which a transfer goes wrong."""
 
     REFUSE = "is not accepted"
     FAIL = "fails before its first block"
@@ -75,7 +74,7 @@ class FaultPlan:
     injected: Counter[Fault] = field(default_factory=Counter, compare=False)
 
     def choose(self, transfer_type: TransferType, job_id: int) -> tuple[Fault | None, float]:
-        """Return the fate of a job, and how far it gets as a fraction of its blocks."""
+        """Return the fault of a job, if any, and the fraction of its blocks that it completes."""
         rng = random.Random(f"{self.seed} {transfer_type} {job_id}")
         fault = rng.choice(self.kinds) if rng.random() < self.rate else None
         if fault is not None:
@@ -90,9 +89,7 @@ class _Fate(NamedTuple):
 
 
 class _FaultyHandler(OffloadingHandler):
-    """Hooks into the copy thread of a real handler, so that its own deadlines and reports are what is
-    tested.
-    """
+    """Hooks into the copy thread of a real handler, so that its own deadlines and reports are tested."""
 
     def __init__(
         self,
@@ -106,7 +103,7 @@ class _FaultyHandler(OffloadingHandler):
         self._plan = plan
         self._fates: dict[int, _Fate] = {}
         self._results: list[TransferResult] = []
-        handler.piece_bytes = 1  # block by block: even a small job can arrive in part
+        handler.piece_bytes = 1  # block by block, so that even a small job can arrive in part
         handler.probe = self._probe
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -151,12 +148,12 @@ class _FaultyHandler(OffloadingHandler):
         self._collect()
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the books do not agree."""
+        """Raise `IntegrityError` if the handler's books do not agree."""
         self._handler.check()
 
     def _probe(self, job: Job) -> None:
-        """Run on the copy thread before each block."""
-        fate = self._fates.get(job.job_id)  # none: it has ended, and its result was taken
+        """Inject the fault. Runs on the copy thread before each block."""
+        fate = self._fates.get(job.job_id)  # none: the job has ended, and its result was taken
         if fate is None or job.blocks_begun < fate.blocks:
             return
         if fate.fault is Fault.HANG:
@@ -167,7 +164,7 @@ class _FaultyHandler(OffloadingHandler):
             raise TransferError(f"injected: {fate.fault.value}")
 
     def _collect(self) -> None:
-        """Take results from the real handler, spoiling what did not arrive before anybody hears of it."""
+        """Take results from the real handler, and spoil missing blocks before anyone sees the result."""
         for result in self._handler.get_finished():
             fate = self._fates.pop(result.job_id)
             plan = self._handler.plan(fate.spec)
@@ -215,7 +212,7 @@ class FaultySpec(OffloadingSpec):
             yield source, destination, _FaultyHandler(handler, kv_caches, self.config.by_image(), self.plan)
 
     def shutdown(self) -> None:
-        """Release what the real spec holds."""
+        """Release the real spec's resources."""
         self.spec.shutdown()
 
 
@@ -225,7 +222,7 @@ def with_faults(spec: OffloadingSpec, plan: FaultPlan) -> FaultySpec:
 
 
 def corrupt_pool(where: OffloadingSpec | Pool, rng: np.random.Generator) -> None:
-    """Change every byte of a pool that this process has open, behind everybody's back."""
+    """Change every byte of a pool that this process has open, without telling any other object."""
     while isinstance(where, FaultySpec):
         where = where.spec
     pool = where.open_pool() if isinstance(where, CPUOffloadingSpec) else where

@@ -1,10 +1,9 @@
 """A backend that goes wrong on purpose: `FaultyBackend(backend, plan)`.
 
-Rows come back flipped, swapped with another, torn (half of the bytes are of before) or cut short; calls
-fail with `EIO`, say that the disk is full, or hang until `release()`. Which call goes wrong, and how,
-follows from the plan's seed and the number of the row's call. Nothing is reported that a broken disk would
-not report: whether somebody notices is what is tested. `KillPoint` ends the process at a given write, as
-SIGKILL does.
+Rows come back flipped, swapped with another, torn (the second half is zero) or cut short; calls fail
+with `EIO`, say that the disk is full, or hang until `release()`. The plan's seed and the number of the
+row's call decide which call goes wrong, and how. A fault reports no more than a broken disk would: the
+tests check that the caller notices. `KillPoint` ends the process at a given write, as SIGKILL does.
 
 Any I/O thread, several at once.
 """
@@ -28,7 +27,7 @@ __all__ = ["BackendFault", "BackendFaultPlan", "FaultyBackend", "KillPoint"]
 
 
 class BackendFault(Enum):
-    """How a backend goes wrong, with a row or a call."""
+    """The way in which a backend goes wrong, with a row or a call."""
 
     FLIP = "gives a row with one bit wrong"
     SWAP = "gives another row with that one's seal"
@@ -53,7 +52,7 @@ class BackendFaultPlan:
     injected: Counter[BackendFault] = field(default_factory=Counter, compare=False)
 
     def choose(self, number: int, possible: tuple[BackendFault, ...]) -> BackendFault | None:
-        """Return the fate of the row that is moved as the `number`-th."""
+        """Return the fault of the row that is moved as the `number`-th, if any."""
         source = random.Random(f"{self.seed} {number}")
         kinds = [kind for kind in self.kinds if kind in possible]
         fault = source.choice(kinds) if kinds and source.random() < self.rate else None
@@ -77,14 +76,14 @@ class FaultyBackend(Backend):
         self.flip_next = False
         """Flips a bit of the next row that is read."""
         self.moved: list[OffloadKey] = []
-        """The rows of all calls, in the order in which they were let through."""
+        """The rows of all calls, in the order in which they passed."""
         self.hanging = threading.Event()
         """Set while a call hangs: a test waits for it instead of sleeping."""
         self._hang = False
         self._released = threading.Event()
         self._number = 0
         self._lock = threading.Lock()
-        self._last: tuple[bytes, bytes] | None = None  # seal and bytes of the row that was read before
+        self._last: tuple[bytes, bytes] | None = None  # seal and bytes of the previously read row
 
     def lend(self, memory: memoryview) -> None:
         self.backend.lend(memory)
@@ -95,7 +94,7 @@ class FaultyBackend(Backend):
         self._hang = True
 
     def release(self) -> None:
-        """Let calls that hang go on, and hang no more."""
+        """Let hanging calls go on, and stop hanging."""
         self._hang = False
         self._released.set()
         self.hanging.clear()
@@ -184,14 +183,14 @@ def _fill(row: BackendRow, payload: bytes) -> None:
 
 
 class KillPoint:
-    """Kills this process at its `number`-th passing: no handler runs, no buffer is flushed."""
+    """Kills this process at its `number`-th call: no handler runs, no buffer is flushed."""
 
     def __init__(self, number: int) -> None:
         self._left = number
         self._lock = threading.Lock()
 
     def __call__(self, *_where: object) -> None:
-        """Pass."""
+        """Count down; kill the process at zero."""
         with self._lock:
             self._left -= 1
             if self._left == 0:

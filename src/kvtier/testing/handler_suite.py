@@ -1,11 +1,12 @@
-"""`HandlerSuite`: the promises of every pair of handlers. Subclass it, say how to make a pair, and let
-pytest run it.
+"""`HandlerSuite`: the contract of every pair of handlers.
+
+Subclass it, define how to make a pair, and run it with pytest.
 
     class TestMyHandlers(HandlerSuite):
         def make_handlers(self, config, kv_caches, clock): ...
         def hold(self, handler): ...
 
-Bytes are held against `kvtier.testing.caches.ReferenceTransfer`, in every layout. Time is a `ManualClock`:
+Bytes are compared with `kvtier.testing.caches.ReferenceTransfer`, in every layout. Time is a `ManualClock`:
 nothing here sleeps.
 """
 
@@ -41,7 +42,7 @@ DEADLINE = 10.0  # seconds of the manual clock
 
 
 class Handlers(NamedTuple):
-    """A pair under test. `rows`: the pool's bytes, if it keeps rows in the documented layout."""
+    """A pair under test. `rows`: the pool's bytes, if the pair keeps rows in the documented layout."""
 
     store: OffloadingHandler
     load: OffloadingHandler
@@ -49,7 +50,7 @@ class Handlers(NamedTuple):
 
 
 class Rig:
-    """A pair of handlers over small caches, with a model that is told the same jobs."""
+    """A pair of handlers over small caches, with a model that gets the same jobs."""
 
     def __init__(self, suite: HandlerSuite, layout: str = "blocks_first", **options: Any) -> None:
         geometry = {
@@ -63,19 +64,19 @@ class Rig:
         self.store, self.load, self.rows = suite.make_handlers(self.config, canonical, self.clock)
 
     def run_store(self, job_id: int, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> TransferResult:
-        """Store for real and in the model."""
+        """Store with the handler and in the model."""
         self.model.store(gpu, cpu)
         assert self.store.transfer_async(job_id, (gpu, cpu))
         return finish(self.store, job_id)
 
     def run_load(self, job_id: int, cpu: CPULoadStoreSpec, gpu: GPULoadStoreSpec) -> TransferResult:
-        """Load for real and in the model."""
+        """Load with the handler and in the model."""
         self.model.load(cpu, gpu)
         assert self.load.transfer_async(job_id, (cpu, gpu))
         return finish(self.load, job_id)
 
     def check(self) -> None:
-        """Compare every byte with the model, and let the handlers look for mistakes of their own."""
+        """Compare every byte with the model, and let the handlers check themselves."""
         assert self.caches.contents() == self.model.caches.contents()
         if self.rows is not None:
             assert self.rows.tobytes() == b"".join(self.model.rows)
@@ -99,9 +100,7 @@ def finish(handler: OffloadingHandler, job_id: int) -> TransferResult:
 def random_job(
     rng: random.Random, config: OffloadingConfig, caches: Caches, slots: Sequence[int]
 ) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-    """Draw distinct blocks for every group, with unaligned ends and a null block now and then, and their
-    slots.
-    """
+    """Draw distinct blocks and their slots for every group, with unaligned ends and some null blocks."""
     per_chunk = config.settings.blocks_per_chunk
     free_blocks = rng.sample(range(1, caches.num_blocks), caches.num_blocks - 1)
     free_slots = list(slots)
@@ -127,12 +126,12 @@ class HandlerSuite:
 
     device = "cpu"
     promises_layers = True
-    """Whether `await_layer` of a load says `True` where nothing goes wrong."""
+    """Whether `await_layer` of a load returns `True` if nothing goes wrong."""
 
     def make_handlers(
         self, config: OffloadingConfig, kv_caches: CanonicalKVCaches, clock: Callable[[], float]
     ) -> Handlers:
-        """Make a fresh pair whose deadlines are the config's, by `clock`."""
+        """Make a new pair whose deadlines are the config's, measured by `clock`."""
         raise NotImplementedError
 
     def hold(self, handler: OffloadingHandler) -> AbstractContextManager[None]:
@@ -194,7 +193,7 @@ class HandlerSuite:
 
     @pytest.mark.parametrize("rank", [0, 1, 2])
     def test_each_rank_has_its_place_in_a_row(self, rank: int) -> None:
-        """Only if `make_handlers` can make a pair of several ranks in one process."""
+        """Runs only if `make_handlers` can make a pair of several ranks in one process."""
         rig = Rig(self, "kv_first", world_size=3, rank=rank, blocks_per_chunk=2)
         gpu, cpu = GPULoadStoreSpec([3, 9, 4]), CPULoadStoreSpec([7, 2])
         assert rig.run_store(0, gpu, cpu).success
@@ -276,7 +275,7 @@ class HandlerSuite:
             assert [result.success for result in rig.load.get_finished()] == [False]
 
     def test_a_job_is_late_by_the_time_it_was_given(self, rig: Rig) -> None:
-        """A job that waits behind another one has no more time than one that runs."""
+        """A queued job has no more time than a running one."""
         with self.hold(rig.store):
             for job_id in (0, 1):
                 assert rig.store.transfer_async(job_id, (GPULoadStoreSpec([1]), CPULoadStoreSpec([job_id])))
@@ -294,9 +293,7 @@ class HandlerSuite:
 
     @pytest.mark.parametrize("end", ["cancel", "deadline", "shutdown"])
     def test_nothing_is_touched_once_a_job_is_over(self, end: str) -> None:
-        """Race the end of a large load against its copy, then scribble over its destination and
-        look again.
-        """
+        """Race the end of a large load against its copy, then overwrite its destination and look again."""
         rig = Rig(self, "kv_first", page=1 << 16, num_blocks=32)
         rig.run_store(0, GPULoadStoreSpec(range(1, 17)), CPULoadStoreSpec(range(16)))
         for job_id in range(1, 6):

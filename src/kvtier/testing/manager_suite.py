@@ -1,12 +1,11 @@
-"""The contract of an offloading manager as tests: subclass `ManagerSuite`, say how to make yours, and let
-pytest collect it.
+"""The contract of an offloading manager as tests: subclass `ManagerSuite`, define `make`, run pytest.
 
     class TestMine(ManagerSuite):
         def make(self, num_slots):
             return MyManager(num_slots)
 
-Whom a manager evicts is its own business, as long as it may leave; everything else that `OffloadingManager`
-promises is tested, at last by random calls against a model of a few sets.
+A manager may evict any chunk that may leave; everything else that `OffloadingManager` promises is tested,
+at the end by random calls against a model of a few sets.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ def slots(spec: LoadStoreSpec) -> list[int]:
 
 
 class ManagerSuite:
-    """Every manager of one tier passes this."""
+    """The tests that every manager of one tier passes."""
 
     context = ReqContext(req_id="request")
 
     def make(self, num_slots: int) -> OffloadingManager:
-        """Return a fresh manager with room for `num_slots` chunks that stores whatever is offered."""
+        """Return a new manager with room for `num_slots` chunks that stores every offered chunk."""
         raise NotImplementedError
 
     def store(self, manager: OffloadingManager, *numbers: int) -> list[int]:
@@ -60,7 +59,7 @@ class ManagerSuite:
         return slots(output.store_spec)
 
     def held(self, manager: OffloadingManager, numbers: Iterable[int]) -> list[bool | None]:
-        """Look chunks up one by one, and hold the batch form to it."""
+        """Look chunks up one by one, and compare with the batch form."""
         found = [manager.lookup(key(number), self.context) for number in numbers]
         assert manager.lookup_many(keys(*numbers), self.context) == found
         return found
@@ -274,7 +273,7 @@ _RNG_CONTEXTS = [ReqContext(req_id=f"request {number}") for number in range(4)]
 
 
 def replayed(manager: OffloadingManager) -> set[OffloadKey]:
-    """Return what a listener believes to be held, from the events so far."""
+    """Return the chunks that a listener believes to be held, from the events so far."""
     held: set[OffloadKey] = set()
     for event in manager.take_events():
         if event.removed:
@@ -288,7 +287,7 @@ def replayed(manager: OffloadingManager) -> set[OffloadKey]:
 
 @dataclass(eq=False)
 class _Place:
-    """A place of a chunk, held or doomed, and who uses it."""
+    """The place of a chunk, held or doomed, and its users."""
 
     number: int
     readers: int = 0
@@ -296,7 +295,7 @@ class _Place:
 
 
 class _Job(NamedTuple):
-    """What was begun and is not over: places, in the order of the spec."""
+    """A job that is not over: its places, in the order of the spec."""
 
     places: list[_Place]
     spec: LoadStoreSpec
@@ -308,9 +307,7 @@ class _Job(NamedTuple):
 
 @dataclass
 class _Model:
-    """What a manager must hold: the place of each chunk, and jobs that use places, also of chunks that are
-    absent by now.
-    """
+    """The expected state of a manager: places of chunks, and jobs on places, also of absent chunks."""
 
     capacity: int
     held: dict[int, _Place] = field(default_factory=dict)
@@ -361,10 +358,7 @@ class _Model:
         self.stores.append(_Job(list(new.values()), output.store_spec))
 
     def _end_store(self, rng: random.Random, manager: OffloadingManager) -> None:
-        """End a store, not always the oldest.
-
-        Of chunks that are absent by now, only their places come back.
-        """
+        """End a store, not always the oldest. If a chunk is absent by now, only its place comes back."""
         if not self.stores:
             return
         job, failed = self.stores.pop(rng.randrange(len(self.stores))), rng.random() < 0.3
@@ -407,5 +401,5 @@ class _Model:
         self.held = {n: place for n, place in self.held.items() if n not in gone}
 
     def events(self, manager: OffloadingManager) -> None:
-        """Hold what a listener believes against what is held."""
+        """Compare a listener's belief with what is held."""
         assert replayed(manager) == set(keys(*self._ready()))

@@ -1,9 +1,9 @@
 """Backends in memory, and whole tiers over them: for tests, and the plainest examples of a backend.
 
-`MemoryBackend` keeps rows by key in a dict; it passes `BackendSuite`. `make_memory_tier` is the disk's
-tier without the disk: the same books, threads, seals and suspension. `MemoryServer` goes by scope and
-key, as servers do that engines share, and `make_shared_tier` is a tier over it. Threads are real; who
-wants a result waits for it with `wait_any`.
+`MemoryBackend` keeps rows by key in a dict; it passes `BackendSuite`. `make_memory_tier` is the disk's tier
+without the disk: the same books, threads, seals and suspension. `MemoryServer` goes by scope and key, like
+servers that engines share, and `make_shared_tier` is a tier over it. Threads are real; tests wait for
+results with `wait_any`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["MemoryBackend", "MemoryServer", "make_memory_tier", "make_shared_tie
 
 
 class MemoryBackend(Backend):
-    """Keeps rows in a dict: seal and bytes by key. `rows` is there to be looked at, and spoilt, by tests."""
+    """Keeps rows in a dict: seal and bytes by key. Tests may read and spoil `rows`."""
 
     def __init__(self) -> None:
         self.rows: dict[bytes, tuple[bytes, bytearray]] = {}
         self._lock = threading.Lock()
 
     def name(self, row: BackendRow) -> bytes:
-        """Return what a row goes by."""
+        """Return the name under which a row is kept."""
         return row.key
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
@@ -69,13 +69,13 @@ class MemoryBackend(Backend):
 
 
 class MemoryServer(MemoryBackend):
-    """A server in memory. Tests may take rows away, as servers do, and look at how often it was asked."""
+    """A server in memory. Tests may remove rows, as servers do, and see how often it was asked."""
 
     def __init__(self, contains_batch: int = 1024) -> None:
         super().__init__()
         self.contains_batch = contains_batch
         self.questions: list[int] = []
-        """The rows of each call of `contains`."""
+        """The number of rows of each call of `contains`."""
         self.num_written = 0
 
     def name(self, row: BackendRow) -> bytes:

@@ -1,13 +1,12 @@
-"""The contract of an eviction policy as tests: subclass `PolicySuite`, say how to make yours, and let pytest
-collect it.
+"""The contract of an eviction policy as tests: subclass `PolicySuite`, define `make`, run pytest.
 
     class TestMine(PolicySuite):
         def make(self, capacity):
             return MyPolicy(capacity)
 
-What is asked of every policy: it ranks exactly what it was told, evicts only what may leave and as much as
-it can, worst first, and lets the tail of a prefix leave before its head. How it weighs recency against
-frequency is its own business and not tested.
+Every policy must rank exactly the slots it was given, evict only slots that may leave and as many as it
+can, worst first, and let the tail of a prefix leave before its head. How it weighs recency against
+frequency is not tested.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ __all__ = ["PolicySuite"]
 
 
 def slots_of(*slots: int) -> Slots:
-    """Return slots as policies take them."""
+    """Return slots in the form for policies."""
     return np.array(slots, dtype=np.int64)
 
 
 def key_of(slot: int) -> OffloadKey:
-    """Return a key that goes with a slot."""
+    """Return the key of a slot's chunk."""
     return OffloadKey(b"chunk %d" % slot + bytes(4))
 
 
@@ -40,21 +39,21 @@ def keys_of(slots: Slots) -> list[OffloadKey]:
 
 
 class PolicySuite:
-    """Every policy passes this."""
+    """The tests that every policy passes."""
 
     def make(self, capacity: int) -> CachePolicy:
         """Return a fresh policy for `capacity` slots."""
         raise NotImplementedError
 
     def insert(self, policy: CachePolicy, *slots: int) -> None:
-        """Have a policy rank slots, given from the head of a prefix to its tail."""
+        """Make a policy rank slots, given from the head of a prefix to its tail."""
         policy.insert(slots_of(*slots), keys_of(slots_of(*slots)))
         policy.check()
 
     def evict(
         self, policy: CachePolicy, count: int, evictable: npt.NDArray[np.bool_] | None = None
     ) -> list[int]:
-        """Have a policy evict, by default among all slots."""
+        """Make a policy evict, by default among all slots."""
         allowed = np.ones(policy.capacity, dtype=np.bool_) if evictable is None else evictable
         before = allowed.copy()
         victims = policy.evict(count, allowed, keys_of)
@@ -157,7 +156,7 @@ class PolicySuite:
 
     @pytest.mark.parametrize("seed", range(12))
     def test_random_use_against_a_set(self, seed: int) -> None:
-        """A set knows who is ranked; whatever else a policy does, it must agree with that."""
+        """A set knows which slots are ranked; the policy must always agree with it."""
         rng = random.Random(seed)
         capacity = rng.choice((1, 3, 16, 200))
         policy, ranked = self.make(capacity), set[int]()

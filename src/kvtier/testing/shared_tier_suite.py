@@ -4,9 +4,9 @@
         def make_backend(self):
             return MyBackend(...)
 
-Backends that are made within one test are clients of one server, which is empty when the test begins.
-Tiers over them are engines; a bare backend is a stranger who evicts and forges. The suite's clock stands
-still until a test moves it; threads are real.
+Backends made within one test are clients of one server, which is empty when the test begins. Tiers over
+them are engines; a bare backend is a stranger who evicts and forges. The suite's clock stands still until a
+test moves it; threads are real.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PATIENCE = 30.0
 
 
 class SharedTierSuite(MovingSuite):
-    """Every backend passes this that a tier of several engines is made over."""
+    """The tests that every backend of a shared tier passes."""
 
     def make_backend(self) -> Backend:
         """Return a new client of this test's server, for rows of `ROW_BYTES`."""
@@ -63,7 +63,7 @@ class SharedTierSuite(MovingSuite):
         assert driver.events == []
 
     def ask(self, driver: TierDriver, *numbers: int, seconds: float = 5.0) -> list[bool | None]:
-        """Have a tier asked, wait for its answer, and return it."""
+        """Ask a tier about chunks, wait for its answer, and return it."""
         driver.tier.ask(keys(*numbers), driver.clock.now + seconds)
         driver.wait(lambda: None not in driver.tier.lookup_many(keys(*numbers)))
         return driver.tier.lookup_many(keys(*numbers))
@@ -136,9 +136,7 @@ class SharedTierSuite(MovingSuite):
     def test_a_row_that_is_gone_puts_the_others_in_doubt(
         self, drivers: list[TierDriver], stranger: Backend
     ) -> None:
-        """A server comes back empty: rows that were not read since, as those behind a gap, are
-        written anew.
-        """
+        """A server comes back empty: rows not read since, e.g. behind a gap, are written again."""
         driver = self.drive(drivers)
         driver.store(1, 2, 3)
         stranger.delete([_row(number) for number in (1, 2, 3)])
@@ -208,9 +206,7 @@ class SharedTierSuite(MovingSuite):
     def test_a_kill_before_a_bad_row_is_deleted_leaves_a_miss(
         self, drivers: list[TierDriver], stranger: Backend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A deletion is only queued: a row that stays is wrong for the next engine, too, and
-        deleted then.
-        """
+        """A deletion is only queued: if the row stays, the next engine finds it wrong and deletes it."""
         stranger.delete([_row(1)])
         stranger.write([_forged("bytes")])
         killed, other = self.drive(drivers), self.drive(drivers)
@@ -228,7 +224,7 @@ class SharedTierSuite(MovingSuite):
         assert other.fetch(1) == {1: content(1)}
 
     def _wait_idle(self, driver: TierDriver) -> None:
-        """Wait until no call of the tier itself is under way."""
+        """Wait until the tier's own calls are over."""
         tier = driver.tier
         assert isinstance(tier, shared_tier.SharedTier)
         driver.wait(lambda: not tier.has_open_calls())
@@ -331,7 +327,7 @@ class SharedTierSuite(MovingSuite):
         assert driver.fetch(1) == {1: content(1)}
 
     def _wait_resumed(self, driver: TierDriver, seconds: float = 1.0) -> None:
-        """Let time pass only while nothing is under way, so that what is measured is the pauses."""
+        """Let time pass only while no call is running, so that only the pauses are measured."""
         while driver.tier.stats().suspended is not None:
             driver.clock.now += seconds
             driver.poll()
@@ -372,7 +368,7 @@ class SharedTierSuite(MovingSuite):
         assert tier.close(_PATIENCE)
 
     def test_a_lookup_finds_a_namespace_known_meanwhile(self, drivers: list[TierDriver]) -> None:
-        """Nothing polls an engine that is idle after its start, while the weights are read."""
+        """An idle engine does not poll after its start, while the weights are read."""
         self.drive(drivers).store(1)
         names: list[str] = []
         tier = shared_tier.SharedTier(
@@ -427,5 +423,5 @@ _FORGERIES: dict[str, Callable[[], BackendRow]] = {
 
 
 def _forged(how: str) -> BackendRow:
-    """Return a row as one may write it who can write to the server and nothing else."""
+    """Return a row as an attacker with write access to the server could make it."""
     return _FORGERIES[how]()

@@ -1,14 +1,14 @@
-"""The contract of a tier that knows what it holds as tests: subclass `TierSuite` and say how to make yours.
+"""The contract of a tier that knows what it holds as tests: subclass `TierSuite` and define `make`.
 
     class TestMine(TierSuite):
         def make(self, num_slots, clock, plan):
             faulty = FaultyBackend(MyBackend(), plan)
             return MyTier(num_slots, faulty, clock=clock), faulty
 
-`shared_tier_suite` has the one for tiers that engines share; `MovingSuite` is what both have in common.
-The suite's clock stands still until a test moves it; threads are real, and results are waited for. The
-last tests make random calls, with faults, resets and hangs, and hold every byte and every event to a
-model of a few dicts.
+`shared_tier_suite` has the suite for tiers that engines share; `MovingSuite` is their common base. The
+suite's clock stands still until a test moves it; threads are real, and tests wait for results. The last
+tests make random calls, with faults, resets and hangs, and compare every byte and every event with a model
+of a few dicts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def keys(*numbers: int) -> list[OffloadKey]:
 
 
 def content(number: int, version: int = 0) -> bytes:
-    """Return the bytes of a chunk as computed with the weights of this version."""
+    """Return the bytes of a chunk, computed with the weights of this version."""
     return random.Random(f"{number} {version}").randbytes(ROW_BYTES)
 
 
@@ -59,14 +59,14 @@ class StandingClock:
 
 @dataclass
 class TierDriver:
-    """A tier, its faults and clock, and what a manager would know of its jobs."""
+    """A tier, its faults and clock, and a manager's knowledge of its jobs."""
 
     tier: Tier
     faulty: FaultyBackend
     clock: StandingClock
     results: list[TierResult] = field(default_factory=list)
     memory: dict[int, dict[OffloadKey, bytearray]] = field(default_factory=dict)
-    """By job, what was lent."""
+    """The lent memory, by job."""
     open_rows: Counter[int] = field(default_factory=Counter)
     events: list[TierChange] = field(default_factory=list)
     _job_id: int = 0
@@ -74,7 +74,7 @@ class TierDriver:
     def demote(
         self, *numbers: int, version: int = 0, deadline: float = 1e9, cuts: int = 1
     ) -> tuple[int, list[OffloadKey]]:
-        """Offer rows; return the job and what was taken."""
+        """Offer rows; return the job and the keys that were taken."""
         job = self._job(
             {key(number): bytearray(content(number, version)) for number in numbers}, deadline, cuts
         )
@@ -104,7 +104,7 @@ class TierDriver:
         return TierJob(self._job_id, rows, deadline)
 
     def poll(self) -> list[TierResult]:
-        """Poll once, and count."""
+        """Poll once, and count results."""
         new = self.tier.poll()
         for result in new:
             if not result.in_use:
@@ -114,7 +114,7 @@ class TierDriver:
         return new
 
     def wait(self, over: Callable[[], bool]) -> None:
-        """Poll until something is true."""
+        """Poll until a condition is true."""
         for _ in range(100_000):
             self.poll()
             if over():
@@ -123,18 +123,18 @@ class TierDriver:
         raise AssertionError("it did not come true")
 
     def finish(self, *jobs: int) -> dict[OffloadKey, Outcome]:
-        """Wait until jobs are over and return what became of their rows."""
+        """Wait until jobs are over and return the outcomes of their rows."""
         self.wait(lambda: all(self.open_rows[job] <= 0 for job in jobs))
         return {name: r.outcome for r in self.results if r.job_id in jobs for name in r.keys}
 
     def store(self, *numbers: int, version: int = 0) -> None:
-        """Demote rows and wait for it."""
+        """Demote rows and wait for the results."""
         job, taken = self.demote(*numbers, version=version)
         assert taken == keys(*numbers)
         assert set(self.finish(job).values()) == {Outcome.DONE}
 
     def fetch(self, *numbers: int) -> dict[int, bytes | Outcome]:
-        """Promote rows, wait for it, and return their bytes, or why there are none."""
+        """Promote rows, wait for the results, and return the bytes, or the outcome of a failed row."""
         job = self.promote(*numbers)
         outcomes = self.finish(job)
         return {
@@ -144,7 +144,7 @@ class TierDriver:
         }
 
     def listener(self) -> set[OffloadKey]:
-        """Return what a listener believes to be held."""
+        """Return the chunks that a listener believes to be held."""
         held: set[OffloadKey] = set()
         for event in self.events:
             if event.removed:
@@ -157,7 +157,7 @@ class TierDriver:
 
 
 class MovingSuite:
-    """What every tier passes: rows move, late is not freed, failures suspend, and resets are for good."""
+    """The tests for every tier: rows move, late is not freed, failures suspend, and resets are final."""
 
     def make(
         self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
@@ -187,13 +187,13 @@ class MovingSuite:
         return drivers[-1]
 
     def expect_held(self, driver: TierDriver, *numbers: int) -> None:
-        """Expect that a listener knows just these chunks to be held."""
+        """Expect that a listener believes exactly these chunks to be held."""
         raise NotImplementedError
 
     # Rows
 
     def test_a_chunk_twice_in_a_promotion(self, drivers: list[TierDriver]) -> None:
-        """The memory of each row is filled, also beside one that is not held."""
+        """The memory of each row is filled, also beside a row that is not held."""
         driver = self.drive(drivers)
         driver.store(1)
         rows = [LentRow(name, (memoryview(bytearray(ROW_BYTES)),)) for name in keys(1, 2, 1)]
@@ -434,7 +434,7 @@ class MovingSuite:
 
 
 class TierSuite(MovingSuite):
-    """Every tier that knows what it holds passes this."""
+    """The tests for every tier that knows what it holds."""
 
     def expect_held(self, driver: TierDriver, *numbers: int) -> None:
         assert driver.listener() == set(keys(*numbers))
@@ -507,7 +507,7 @@ class TierSuite(MovingSuite):
 
 
 def churn(driver: TierDriver, source: random.Random, calls: int, version: int = 0) -> int:
-    """Make random calls and hold what comes to what was stored. Returns the version at the end."""
+    """Make random calls and compare all results with what was stored. Returns the final version."""
     tier, clock, jobs = driver.tier, driver.clock, dict[int, int]()
     for call in range(calls):
         numbers = source.sample(range(24), source.randint(1, 6))
@@ -539,7 +539,7 @@ def churn(driver: TierDriver, source: random.Random, calls: int, version: int = 
 
 
 def _expect_right(driver: TierDriver, jobs: dict[int, int]) -> None:
-    """Every promotion that is done has the bytes of its chunk, of the version when it was asked for."""
+    """Check that every successful promotion has the bytes of its chunk, in the requested version."""
     for result in driver.results:
         if result.outcome is Outcome.DONE and result.job_id in jobs:
             for name in result.keys:

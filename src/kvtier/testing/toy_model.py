@@ -1,11 +1,10 @@
-"""A model that is a hash of its KV cache: the fastest detector of a wrong block, a stale byte or a lost
-page.
+"""A model that is a hash of its KV cache: a fast detector of a wrong block, a stale byte or a lost page.
 
-It fits the engine's `Model` and runs as a decoder does: each layer writes a K and a V for every token, reads
-back through the block table all that its window lets it see, and passes what it read to the next layer.
-Numbers are small integers that float32 holds exactly, every element of a page counts, and a V depends on the
-whole prefix. So one wrong element changes all tokens after it, and chunking, batching and preemption change
-none. `expect` computes the same tokens without a cache.
+It implements the engine's `Model` and runs like a decoder: each layer writes a K and a V for every token,
+reads back through the block table everything in its window, and passes the result to the next layer.
+Numbers are small integers that float32 holds exactly, every element of a page counts, and a V depends on
+the whole prefix. So one wrong element changes all later tokens, while chunking, batching and preemption
+change none. `expect` computes the same tokens without a cache.
 
 On the CPU and in float32 only. Any thread, one at a time.
 """
@@ -46,7 +45,7 @@ class ToyModel:
     ) -> None:
         """Make a model.
 
-        `weights` may be changed at any time, as training does: KV and tokens of before are others.
+        `weights` may change at any time, as in training: earlier KV and tokens are then wrong.
         """
         self.config = ModelConfig(
             family="llama",
@@ -86,7 +85,7 @@ class ToyModel:
         group_of_layer: Sequence[int],
         block_size: int,
     ) -> Generator[str, None, Tensor]:
-        """Do what `forward` does, yielding the name of each layer before it."""
+        """Do the work of `forward`, but yield the name of each layer before running it."""
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
         state = np.zeros_like(tokens)
         for layer, name in enumerate(self.config.layer_names):
@@ -102,7 +101,10 @@ class ToyModel:
         return self._logits(state[[part.end - 1 for part in batch.sequences]])
 
     def expect(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        """Return what a request must generate, computed without a cache. Stops as the engine does."""
+        """Return the tokens that a request must generate, computed without a cache.
+
+        Stops as the engine does.
+        """
         tokens = list(prompt)
         stops = params.stop_token_ids + (() if params.ignore_eos else self.config.eos_token_ids)
         for count in range(params.max_tokens):
@@ -143,9 +145,7 @@ class ToyModel:
         return self._attend(keys, values, rows, first, window)
 
     def _attend(self, keys: Ints, values: Ints, rows: Ints, first: int, window: int | None) -> Ints:
-        """Hash for each row the K and V of the positions it may see; those given begin at
-        position `first`.
-        """
+        """Hash for each row the K and V of the positions it may see; they begin at position `first`."""
         terms = (keys @ self._weights[0] % _PRIME) * (values @ self._weights[1] % _PRIME) % _PRIME
         sums = np.concatenate([[0], terms.cumsum()])
         begin = np.zeros_like(rows) if window is None else np.maximum(0, rows - window + 1)

@@ -48,8 +48,7 @@ def _total_bytes(pieces: tuple[memoryview, ...]) -> int:
 
 
 class LentRow(NamedTuple):
-    """The memory of one row of a job, lent to the tier, and the chunk's description for events (opaque
-    here).
+    """The memory of one row of a job, lent to the tier, and the chunk's description for events (opaque).
 
     A piece is bytes without gaps (`array.data` of a numpy row); a row may have several, e.g. K and V apart.
     Pieces that begin and end at multiples of 4,096 bytes are moved as they are; others may be copied.
@@ -102,7 +101,7 @@ class TierJob:
 
     The caller chooses `job_id`, unique among its jobs in this tier. Rows that have not arrived at
     `deadline` (of the tier's clock, by default `time.monotonic`) are late. Of two jobs of one direction the
-    older goes first; promotions always go before demotions.
+    one with the lower `priority` goes first, then the older; promotions always go before demotions.
     """
 
     job_id: int
@@ -222,8 +221,9 @@ class TierStats:
 
 
 class Tier(ABC):
-    """A place below the pool where rows can live. Scheduler thread only; methods block only if they say
-    so.
+    """A place below the pool where rows can live.
+
+    Scheduler thread only; methods block only if they say so.
     """
 
     name: str
@@ -245,9 +245,7 @@ class Tier(ABC):
         return self.lookup_many((key,))[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int | None:
-        """Count the leading keys that can be promoted; `None`: the run ends at a key that is not known
-        yet.
-        """
+        """Count the leading keys that can be promoted; `None`: the run ends at an unknown key."""
         for hits, found in enumerate(self.lookup_many(keys)):
             if not found:
                 return None if found is None else hits
@@ -318,7 +316,7 @@ class Tier(ABC):
         it, too, whenever it steps.
         """
 
-    # -- what is held ------------------------------------------------------------------------------
+    # -- held rows ---------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of these chunks, ordered from the head of a prefix. Absent keys are ignored."""
@@ -347,15 +345,14 @@ class Tier(ABC):
     # -- prices ------------------------------------------------------------------------------------
 
     def learn(self, prices: Mapping[str, float]) -> None:
-        """Keep the prices that the caller has learnt, for a later process. Replaces the prices kept
-        before.
+        """Keep the prices that the caller has learnt, for a later process.
+
+        Replaces the prices kept before.
         """
         return
 
     def learnt(self) -> dict[str, float]:
-        """Return the prices that this process, or an earlier one, has learnt; empty if none are known
-        yet.
-        """
+        """Return the prices that this process, or an earlier one, has learnt; empty if there are none."""
         return {}
 
     # -- reports and ends --------------------------------------------------------------------------
@@ -425,20 +422,23 @@ class Backend(ABC):
     writes_once: bool = False
     """`write` keeps an existing row and reports it as stored. So a bad row has to be deleted first."""
     call_bytes: int = 2 << 20
-    """Bytes that one call should move: enough that small rows need few calls, few enough that a job spreads
-    over threads.
+    """The bytes that one call should move.
+
+    Enough that small rows need few calls; few enough that a job spreads over threads.
     """
 
     def lend(self, memory: memoryview) -> None:
-        """Note the memory in which most pieces will lie, e.g. to register it. Called before any other
-        method.
+        """Note the memory in which most pieces will lie, e.g. to register it.
+
+        Called before any other method.
         """
         return
 
     @abstractmethod
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        """Store rows with their seals; replace existing rows unless `writes_once`. `None`: the row is
-        stored.
+        """Store rows with their seals; replace existing rows unless `writes_once`.
+
+        `None`: the row is stored.
         """
 
     @abstractmethod

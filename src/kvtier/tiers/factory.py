@@ -111,8 +111,9 @@ def _expect_policy(tier: DiskConfig, path: str) -> None:
 
 
 def expect_package(kind: str, path: str) -> None:
-    """Raise `ConfigError` if a kind of tier needs a package that is not installed. Any thread; imports
-    nothing.
+    """Raise `ConfigError` if a kind of tier needs a package that is not installed.
+
+    Any thread; imports nothing.
     """
     package = _PACKAGES.get(kind)
     if package is not None and find_spec(package) is None:

@@ -149,7 +149,7 @@ class IOThreads:
         self._clock, self._mover = clock, RowMover(name, check_seals, seal_key)
         self._num_threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Condition(threading.Lock())
-        # # Guarded by the lock: the work that threads take.
+        # Guarded by the lock: the work that threads take.
         self._calls: deque[_Call] = deque()
         self._queues: tuple[deque[_IOJob], ...] = (deque(), deque())  # by direction, the oldest first
         self._queued_bytes = [0, 0]
@@ -164,7 +164,7 @@ class IOThreads:
         # Filled by threads, drained by `poll`.
         self._ended: deque[_Ended | _Answer] = deque()
         self._has_ended = threading.Event()
-        # # Touched by the scheduler thread only.
+        # Touched by the scheduler thread only.
         self._jobs: dict[int, _IOJob] = {}
         self._given_up: set[_IOJob] = set()
         self._starved = False  # rows were given up before a thread began them
@@ -208,8 +208,9 @@ class IOThreads:
             self._lock.notify()
 
     def run_soon(self, function: Callable[[], None]) -> None:
-        """Run a function on a free thread, before all rows. I/O threads may call this; the result is
-        dropped.
+        """Run a function on a free thread, before all rows.
+
+        I/O threads may call this; the result is dropped.
         """
         with self._lock:
             if not self._closed:
@@ -217,8 +218,9 @@ class IOThreads:
                 self._lock.notify()
 
     def call_last(self, function: Callable[[], Any]) -> None:
-        """Run a function on a thread after `close` was called and all rows are done. Its result is
-        dropped.
+        """Run a function on a thread after `close` was called and all rows are done.
+
+        Its result is dropped.
         """
         self.open_calls += 1
         with self._lock:
@@ -241,9 +243,7 @@ class IOThreads:
         return job.direction, rows
 
     def cancel(self, direction: Direction, keys: Sequence[OffloadKey], outcome: Outcome) -> None:
-        """End rows of these keys that no thread has begun: the next `poll` reports them with this
-        outcome.
-        """
+        """End rows of these keys that no thread has begun: the next `poll` reports this outcome."""
         for job in list(self._jobs.values()) if keys else ():
             if job.direction is direction:
                 _, rows = self.withdraw(job.job_id, keys)
@@ -498,7 +498,7 @@ class IOThreads:
             if direction is Direction.DEMOTE and self._writing_threads() >= max(1, self._num_threads - 1):
                 return None
             most = max(1, (self.backend or Backend).call_bytes // size)
-            # # All threads share a promotion, because a request waits for it. One thread takes as much of a
+            # All threads share a promotion, because a request waits for it. One thread takes as much of a
             # demotion as a call should move: each thread that wakes costs the engine's own thread time.
             if direction is Direction.PROMOTE:
                 most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))

@@ -47,8 +47,9 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 10.0
 
 
 class IOTier(Tier):
-    """A tier of rows of `row_bytes` at most, moved by threads. It is open while the threads have a
-    backend.
+    """A tier of rows of `row_bytes` at most, moved by threads.
+
+    It is open while the threads have a backend.
     """
 
     medium = MEDIUM_STORAGE
@@ -101,7 +102,7 @@ class IOTier(Tier):
         self._counts: Counter[str] = Counter()
         self._seconds = {Direction.PROMOTE: 0.0, Direction.DEMOTE: 0.0}
 
-    # # -- what a subclass says ----------------------------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
     def _settle_read(self, report: IOReport) -> None:
@@ -229,7 +230,7 @@ class IOTier(Tier):
         if keys:
             self._results.append(TierResult(job_id, tuple(keys), outcome))
 
-    # -- what becomes of rows ----------------------------------------------------------------------
+    # -- outcomes of rows --------------------------------------------------------------------------
 
     def _settle(self, report: IOReport) -> None:
         """Enter a report into the books, and add a result for `poll`."""
@@ -275,16 +276,14 @@ class IOTier(Tier):
         for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
-        # # `take_due` runs for both directions, so that both pauses grow.
+        # `take_due` runs for both directions, so that both pauses grow.
         due = [health.take_due() for _, health in suspended]
         if any(due) and not self._probing and self._io.backend is not None and not self._closed:
             self._probing = True
             self._io.call(self._io.backend.probe, self._end_probe)
 
     def _is_stuck(self, since: float | None) -> bool:
-        """Say whether a call that began at `since` (`None`: not begun) has run too long to be merely
-        slow.
-        """
+        """Say whether a call that began at `since` (`None`: not begun) runs too long to be merely slow."""
         return since is not None and self._clock() - since >= _STUCK_AFTER
 
     def _suspend(self, why: str) -> None:

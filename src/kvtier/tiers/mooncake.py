@@ -46,7 +46,7 @@ _VERSION = 2
 """The version of values; it is part of their names. In version 1 the header was in front of the row."""
 _NO_HEADER = bytes(HEADER_BYTES)
 
-# # Return codes of the store's calls.
+# Return codes of the store's calls.
 _NO_SPACE = -200
 _INVALID = -600
 _NOT_READY = -703
@@ -87,8 +87,9 @@ def _take_unused(joining: _Joining) -> MooncakeDistributedStore | None:
 
 @atexit.register
 def _leave() -> None:
-    """Leave when the process ends. The package does so too late: it cannot reach the metadata server
-    then.
+    """Leave when the process ends.
+
+    The package does so too late: it cannot reach the metadata server then.
     """
     for client in [client for clients in _unused.values() for client in clients]:
         client.close()
@@ -105,9 +106,7 @@ class _Scratch:
 
 @dataclass(slots=True)
 class _Call:
-    """Some rows of a batch, as the client's calls want them: each row is one run of memory, its header
-    last.
-    """
+    """Some rows of a batch, as the client's calls want them: each is one run of memory, its header last."""
 
     rows: list[BackendRow] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -130,9 +129,7 @@ class MooncakeBackend(Backend):
 
     writes_once = True
     call_bytes = 8 << 20
-    """A call asks the master before and after, and keeps a core busy while it waits: few large calls are
-    best.
-    """
+    """A call asks the master twice, and keeps a core busy while it waits: few large calls are best."""
 
     def __init__(
         self, config: MooncakeConfig, row_bytes: int, *, timeout: float, slot_bytes: int = 1
@@ -202,9 +199,7 @@ class MooncakeBackend(Backend):
         return answers + [self._error(_NO_MASTER)] * (len(rows) - len(answers))
 
     def _arrived(self, call: _Call, at: int, code: int) -> bytes | OSError | None:
-        """Return the result of a get: the seal, an empty seal if the object is not this row, or the
-        error.
-        """
+        """Return the result of a get: the seal, an empty one if the object is not this row, or the error."""
         row, nbytes = call.rows[at], call.sizes[at]
         if code == nbytes:
             if call.bounce is not None:
@@ -213,7 +208,7 @@ class MooncakeBackend(Backend):
         if code in (_ABSENT, _NOT_READY):
             return None
         if code >= 0 or code in (_INVALID, _TRANSFER_FAILED):
-            # # The store uses these codes both for an object of another length and for an object it cannot
+            # The store uses these codes both for an object of another length and for an object it cannot
             # fetch.
             size = self._store.get_size(call.names[at])
             if size >= 0 and size != nbytes:

@@ -33,8 +33,9 @@ _PROXY_PORT = 1080
 
 
 def must_answer(config: MooncakeConfig, timeout: float) -> str:
-    """Raise `OSError` unless master and metadata server answer as such. Return our address towards the
-    master.
+    """Raise `OSError` unless master and metadata server answer as such.
+
+    Return our address towards the master.
     """
     facing = _ask_master(config.master, timeout)
     _ask_metadata(config.metadata, timeout)

@@ -36,9 +36,7 @@ __all__ = ["ObjectBackend"]
 _T = TypeVar("_T")
 
 _REQUEST_SHARE = 0.8
-"""The part of the time-out that one request may take: a retry begun at the last moment still ends in
-time.
-"""
+"""The part of the time-out that one request may take: a retry at the last moment still ends in time."""
 _RETRY_SHARE = 0.1
 _CONNECT_SHARE = 0.4
 _BACKOFF = timedelta(milliseconds=20)
@@ -158,7 +156,7 @@ class ObjectBackend(Backend):
     def _read(self, row: BackendRow) -> bytes | None:
         nbytes = HEADER_BYTES + row.nbytes
         try:
-            # # One byte more: only an object that is too long has it. A range read arrives in one call.
+            # One byte more: only an object that is too long has it. A range read arrives in one call.
             found = self._obstore.get_range(self._store, self._row_name(row), start=0, length=nbytes + 1)
         except FileNotFoundError:
             return None
@@ -260,14 +258,12 @@ def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | Az
         settings["region"] = config.region
     if (provider := _profile_credentials()) is not None:
         settings["credential_provider"] = provider
-    # # The seal protects the bytes: without a second digest in the request a put takes half as long.
+    # The seal protects the bytes: without a second digest in the request a put takes half as long.
     return S3Store(url.netloc, unsigned_payload=True, disable_bulk_delete=True, **settings)
 
 
 def _profile_credentials() -> Any:
-    """Return a provider that reads the files of AWS profiles, which the store does not; `None`: no
-    profiles.
-    """
+    """Return a provider that reads AWS profile files, which the store does not; `None`: no profiles."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
     if any(os.environ.get(name) for name in (*names, "AWS_CONTAINER_CREDENTIALS_FULL_URI")):
         return None

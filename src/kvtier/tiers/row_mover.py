@@ -68,9 +68,7 @@ class RowMover:
     """Moves the rows of one tier."""
 
     def __init__(self, name: str, check_seals: bool, seal_key: SealKey | None) -> None:
-        """With a `seal_key` only rows sealed with that key are accepted; the first other row logs a
-        warning.
-        """
+        """With a `seal_key` accept only rows sealed with it; the first other row logs a warning."""
         self._name, self._check_seals, self._seal_key = name, check_seals, seal_key
         self._warned = False
 

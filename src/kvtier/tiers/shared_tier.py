@@ -82,8 +82,7 @@ class SharedTier(IOTier):
         self._is_named = False  # the namespace is known
         self._suffix = ""  # of the last reset
         self._known, self._questions = KnownRows(REMEMBERED, clock), Questions()
-        # # Rows of the current scope that a call works on. No row is written or deleted beside another
-        # call.
+        # Rows of the current scope that a call works on. No row is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()
         self._deleting: set[OffloadKey] = set()
@@ -294,7 +293,7 @@ class SharedTier(IOTier):
         self._advance()
         return results
 
-    # -- what becomes of rows ----------------------------------------------------------------------
+    # -- outcomes of rows --------------------------------------------------------------------------
 
     def _settle(self, report: IOReport) -> None:
         super()._settle(report)
@@ -316,7 +315,7 @@ class SharedTier(IOTier):
         elif outcome is Outcome.ABSENT:
             self._health[Direction.PROMOTE].note_success()
             self._counts["evicted"] += len(rows)
-            # # The server may have lost all rows; the rows behind these were not even read.
+            # The server may have lost all rows; the rows behind these were not even read.
             self._known.doubt()
             self._note_absent(current, TierMiss.EVICTED)
         elif outcome is Outcome.FAILED:
@@ -347,8 +346,9 @@ class SharedTier(IOTier):
         return rows.keys if scope.number == self._scope.number else []
 
     def _let_go(self, direction: Direction, rows: JobRows, scope: SealScope) -> list[OffloadKey]:
-        """Note that no call works on rows any more. Return their keys, or none if they are from before a
-        reset.
+        """Note that no call works on rows any more.
+
+        Return their keys, or none if they are from before a reset.
         """
         current = self._current(rows, scope)
         if direction is Direction.DEMOTE:
@@ -359,15 +359,16 @@ class SharedTier(IOTier):
         return current
 
     def _note_failure(self, direction: Direction, why: str, seconds: float) -> None:
-        """Note that a call has failed. A slow failure suspends at once: it delays requests like no
-        answer.
+        """Note that a call has failed.
+
+        A slow failure suspends at once: it delays requests like no answer.
         """
         health = self._health[direction]
         health.note_failure(why)
         if seconds >= _SLOW_FAILURE:
             health.suspend(why)
 
-    # -- what is held ------------------------------------------------------------------------------
+    # -- held rows ---------------------------------------------------------------------------------
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Make chunks with wrong bytes absent; an I/O thread deletes them, and the caller does not wait.

@@ -205,7 +205,7 @@ class SlotTable:
         """
         if not len(slots):
             return
-        # # The book gives out slots from 0 on: take all slots up to the last one, and give back the holes.
+        # The book gives out slots from 0 on: take all slots up to the last one, and give back the holes.
         end, at = int(slots[-1]) + 1, 0
         for start in range(0, end, _SLICE):
             stop = min(end, start + _SLICE)

@@ -157,7 +157,7 @@ class SlotTier(IOTier):
         self._offered.note(forbidden, True)
         return [key for key in keys if key not in forbidden]
 
-    # -- what becomes of rows ----------------------------------------------------------------------
+    # -- outcomes of rows --------------------------------------------------------------------------
 
     def _settle_read(self, report: IOReport) -> None:
         rows, outcome = report.rows, report.returned or report.outcome
@@ -309,7 +309,7 @@ class SlotTier(IOTier):
             for delete in again:
                 delete()
 
-    # -- what is held ------------------------------------------------------------------------------
+    # -- held rows ---------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         if self._table is not None:
@@ -318,8 +318,7 @@ class SlotTier(IOTier):
                 self._table.touch(slots)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Make chunks with wrong bytes absent, so that they stay absent if the process is killed right
-        after.
+        """Make chunks with wrong bytes absent, so that they stay absent if the process is then killed.
 
         Waits for the deletion, for half a second at most, but not if the tier is suspended.
         """

@@ -1,4 +1,4 @@
-"""`WriteLimit`: a tier may write so many bytes in any 24 hours, counted by the hour.
+"""`WriteLimit`: bounds the bytes that a tier writes in any 24 hours, counted by the hour.
 
 Flash wears out, and an engine can write more in a day than a disk is made for in a month. Hours are those
 of the wall clock, because the count outlives the process. If the clock goes back, writes count into the

@@ -67,7 +67,7 @@ class Follower(Generic[B]):
         self._now = self._heard_at = self._grace_until = self._answer_by = now
         self._gone_at: float | None = now + limits.reply_timeout
 
-    # # -- output ------------------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> int:
@@ -91,7 +91,7 @@ class Follower(Generic[B]):
         """Take the updates for the consumer, in order."""
         return self.replica.take_updates()
 
-    # # -- input -------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
         """Note that the live stream is connected, for the first time or again."""
@@ -205,8 +205,9 @@ class Follower(Generic[B]):
         return self._live_epoch == replica.epoch and seq - 1 == replica.seq == self._live_seq
 
     def _follow_closely(self, seq: int, payload: bytes) -> None:
-        """Apply the next batch in sequence. Nearly all batches come this way, so it settles only if
-        needed.
+        """Apply the next batch in sequence.
+
+        Nearly all batches come this way, so it settles only if needed.
         """
         batch = self.replica.read(payload)
         if batch is None:
@@ -237,8 +238,7 @@ class Follower(Generic[B]):
         self.counters.pending_overflows = self._pending.overflows
 
     def _must_wait(self) -> bool:
-        """Say whether live batches must wait: for a replay of the batches before them, or for a first
-        replica.
+        """Say whether live batches must wait: for a replay of earlier batches, or for a first replica.
 
         A replayed state may use numbers that live batches have too, so no live batch may come in between.
         """
@@ -303,9 +303,7 @@ class Follower(Generic[B]):
             self._miss(seq)
 
     def _does_without(self) -> bool:
-        """Say whether the stream continues without missing batches, because no publisher answers, now or
-        ever.
-        """
+        """Say whether the stream goes on without missing batches, because no publisher answers."""
         return not self._can_ask or (self.replica.state is State.DEGRADED and self._backoff.is_waiting)
 
     def _miss(self, seq: int) -> None:
@@ -366,9 +364,7 @@ class Follower(Generic[B]):
             self._status = seq, batch.mark
 
     def _end_status(self, request: StreamRequest) -> None:
-        """Learn the kind of the publisher; if it is known, check that it is the same, and its newest
-        batch.
-        """
+        """Learn the kind of the publisher; if it is known, check that and its newest batch."""
         replica = self.replica
         status, self._status = self._status, None
         if status is None:
@@ -421,9 +417,7 @@ class Follower(Generic[B]):
             replica.expect_only(live if is_near else replica.position)
 
     def _take_replay(self, request: StreamRequest, seq: int, payload: bytes) -> None:
-        """Apply a batch of a replay. The replay must begin at the requested number and leave nothing
-        out.
-        """
+        """Apply a batch of a replay. The replay must begin at the requested number and leave nothing out."""
         replica = self.replica
         if request.replies == 1 and not self._can_begin(request, seq, payload):
             return
@@ -538,9 +532,7 @@ class Follower(Generic[B]):
         self._backoff.after_reset(self._now)
 
     def _fail(self, problem: str) -> None:
-        """Note that a request failed: try again later; after many failures, continue with the live
-        stream.
-        """
+        """Note a failed request: try again later; after many failures, continue with the live stream."""
         self.replica.problem = problem
         self._stop_asking()
         self.replica.doubt()
@@ -610,9 +602,7 @@ class Follower(Generic[B]):
         return self._heard_at + self._limits.probe_interval
 
     def _probe(self) -> None:
-        """Ask a silent publisher whether there is more; doubt a silent one that sends marks but cannot be
-        asked.
-        """
+        """Ask a silent publisher whether there is more; doubt one that cannot be asked but sends marks."""
         replica = self.replica
         if (
             not self.is_connected

@@ -54,9 +54,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
-    """The options of every socket: room for `hwm` messages of at most `max_message` bytes, a keep-alive
-    (s).
-    """
+    """The options of every socket: room for `hwm` messages of `max_message` bytes, a keep-alive (s)."""
 
     hwm: int = 100_000
     max_message: int = 256 << 20
@@ -75,8 +73,9 @@ class SocketOptions:
 
 
 class Link(Generic[B]):
-    """A source, its follower and its sockets. `watch` and `unwatch` are called for new and closed
-    sockets.
+    """A source, its follower and its sockets.
+
+    `watch` and `unwatch` are called for new and closed sockets.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The replica of one publisher: what the consumer was told, and the proof that the publisher holds it.
+"""The replica of one publisher: the state given to the consumer, and the proof that the publisher holds it.
 
 One object owns both. `seq` is the last batch applied, `newest` the newest known to exist. The replica is
 exact when it is whole, not behind, not being built, and not doubted to have the same publisher.
@@ -112,8 +112,9 @@ class RankSums:
         return True
 
     def are_whole(self, *, has_marks: bool) -> bool:
-        """Say whether nothing can be missing. A publisher without marks has only the ranks that it has
-        named.
+        """Say whether nothing can be missing.
+
+        A publisher without marks has only the ranks that it has named.
         """
         if not self.is_open:
             return True
@@ -130,7 +131,7 @@ class RankSums:
 
 
 class Replica(Generic[B]):
-    """What the consumer was told, and how good that is. `problem` says why it is not exact."""
+    """The state given to the consumer, and how good it is. `problem` says why it is not exact."""
 
     def __init__(self, name: str, decode: Callable[[bytes], B]) -> None:
         """Begin with nothing; `decode` raises `ValueError` if a payload is not a batch."""
@@ -155,7 +156,7 @@ class Replica(Generic[B]):
         self._has_delivered = False  # since the last reset
         self._replayed: dict[int, int] = {}  # hashes of replayed batches that may still arrive live
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def has_marks(self) -> bool:
@@ -192,7 +193,7 @@ class Replica(Generic[B]):
         """The hash of the last applied batch, if the publisher sends no marks; computed on demand."""
         return None if self._last is None else payload_hash(self._last)
 
-    # -- what the consumer is told -----------------------------------------------------------------
+    # -- updates for the consumer ------------------------------------------------------------------
 
     def take_updates(self) -> list[Update]:
         """Take the updates for the consumer, in order."""
@@ -237,7 +238,7 @@ class Replica(Generic[B]):
             self.counters.skipped_events += batch.skipped
             self.problem = f"{batch.skipped} events of batch {seq} cannot be read"
         if self.state is State.EXACT and not self.is_whole:
-            # # Before the batch, so that a consumer that reads in order never trusts a wrong moment.
+            # Before the batch, so that a consumer that reads in order never trusts a wrong moment.
             self.tell(State.REPAIRING, self.problem)
         self._has_delivered = True
         self._updates.append(Received(self.name, seq, batch))
@@ -258,7 +259,7 @@ class Replica(Generic[B]):
         """Return the hash of an applied batch, once; `None` if it is no longer known."""
         return self._replayed.pop(seq, self.proof if seq == self.seq else None)
 
-    # -- what is proven, lost or begun anew --------------------------------------------------------
+    # -- proofs, losses, new beginnings ------------------------------------------------------------
 
     def judge(self, mark: Mark) -> MarkResult:
         """Compare the sums with what the publisher says it holds at `seq`."""
@@ -345,7 +346,7 @@ class Replica(Generic[B]):
         """Drop all updates given so far; still know the publisher and its newest batch."""
         if self._has_delivered:
             if self.state is State.EXACT:
-                # # First: a consumer that has forgotten everything holds nothing exact.
+                # First: a consumer that has forgotten everything holds nothing exact.
                 self.tell(State.REPAIRING, self.problem)
             self.counters.resets += 1
             self._updates.append(Reset(self.name))

@@ -117,8 +117,9 @@ class Backoff:
 
 
 class PendingBatches:
-    """A queue of numbered payloads. If it is full, all are dropped but the new one: a replay brings them
-    again.
+    """A queue of numbered payloads.
+
+    If it is full, all are dropped but the new one: a replay brings them again.
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:

@@ -37,8 +37,9 @@ class _Removed(msgspec.Struct, gc=False):
 
 
 class _Stored(_Removed):
-    """The fields of a store, with the types that consumers can read. Single tokens are not checked: too
-    many.
+    """The fields of a store, with the types that consumers can read.
+
+    Single tokens are not checked: too many.
     """
 
     parent_block_hash: int | bytes | None
@@ -87,9 +88,7 @@ class Drafter:
         return drafts, problems
 
     def _in_form(self, kind: str, event: Any) -> Any:
-        """Return an event with hashes in the wanted format, and without place fields that cannot be
-        encoded.
-        """
+        """Return an event with hashes in the wanted format, without place fields that cannot be encoded."""
         if self._as_u64 and not _has_u64(kind, event):
             event = _with_u64(kind, event)
         return event if self._is_map else self._encoder.reduced(event)
@@ -138,8 +137,7 @@ def _with_u64(kind: str, event: Any) -> Any:
 
 
 def _join_removals(events: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return the events with the names of their kinds; join each run of removals from one place into one
-    event.
+    """Return the events with the names of their kinds; join each run of removals from one place.
 
     Engines send removals block by block.
     """

@@ -1,5 +1,4 @@
-"""Addresses of a publisher: the port of a data-parallel rank, binding or connecting, and addresses for
-clients.
+"""Addresses of a publisher: the port of a data-parallel rank, binding or connecting, and clients' addresses.
 
 Rank r moves its base address by r: the port of tcp, a suffix `_dp{r}` of ipc and inproc. Pure functions,
 except `attach`, which binds or connects a socket; any thread may call them.
@@ -49,8 +48,9 @@ def _split_tcp(endpoint: str) -> tuple[str, int]:
 
 
 def check_ports(endpoint: str, replay_endpoint: str | None, rank: int) -> None:
-    """Raise if this rank's ports must collide with those of this rank or a lower one. Takes the base
-    addresses.
+    """Raise if this rank's ports must collide with those of this rank or a lower one.
+
+    Takes the base addresses.
     """
     if replay_endpoint is None:
         return
@@ -109,7 +109,7 @@ def _own_address() -> str:
     """Return the address that this machine uses towards others, or the loopback one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # # Reserved for documentation: routed like any other address, but no machine has it.
+            # Reserved for documentation: routed like any other address, but no machine has it.
             probe.connect(("192.0.2.1", 9))
             address: str = probe.getsockname()[0]
         except OSError:

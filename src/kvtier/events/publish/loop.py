@@ -60,8 +60,9 @@ class _Task:
 
 
 class PublisherLoop:
-    """Opens all resources of a publisher, or raises and leaves nothing open. Call `start` and `stop`
-    once.
+    """Opens all resources of a publisher, or raises and leaves nothing open.
+
+    Call `start` and `stop` once.
     """
 
     def __init__(self, config: KVEventsConfig, rank: int) -> None:
@@ -91,9 +92,7 @@ class PublisherLoop:
         self.thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Send waiting batches while there is time, close everything, and return within `timeout`
-        seconds.
-        """
+        """Send waiting batches while time lasts, close everything, and return within `timeout` seconds."""
         if os.getpid() != self._pid:
             return
         self._stop_at = time.monotonic() + timeout / 2
@@ -165,8 +164,9 @@ class PublisherLoop:
                 self._sleep(wait)
 
     def _send_some(self) -> int:
-        """Send waiting batches, up to a limit; return how many. If many wait, a batch may travel with the
-        next one.
+        """Send waiting batches, up to a limit; return how many.
+
+        If many wait, a batch may travel with the next one.
         """
         outbox, sender = self.outbox, self.sender
         sent = 0
@@ -185,9 +185,7 @@ class PublisherLoop:
             sender.flush()
 
     def _doze(self, seconds: float) -> None:
-        """Rest a moment without being woken by batches: more batches soon follow the last, and waking costs
-        time.
-        """
+        """Rest a moment without being woken by batches: more follow soon, and waking costs time."""
         if self._poller.poll(math.ceil(1000 * seconds)):
             self.outbox.wake_up()  # costs ten microseconds if nothing was written
 
@@ -213,7 +211,7 @@ class PublisherLoop:
         assert endpoint is not None
         if config.sequence_file is not None:
             self._numbers = SequenceFile(config.sequence_file + (f".dp{rank}" if rank else ""))
-        # # Others in this process reach an inproc endpoint only through the common context, which we must
+        # Others in this process reach an inproc endpoint only through the common context, which we must
         # not end.
         common = any(
             address is not None and address.startswith("inproc") for address in (endpoint, replay_endpoint)

@@ -1,5 +1,4 @@
-"""The queue between the threads that publish and the thread that sends: bounded, and it never makes a
-caller wait.
+"""The queue between the publishing threads and the sending thread: bounded, and never makes a caller wait.
 
 `ZmqEventPublisher.publish` appends to the queue while that is shorter than `room`, and writes to an eventfd
 if the sending thread sleeps. It touches little memory, because that memory is cold when an engine publishes
@@ -186,7 +185,7 @@ class Outbox:
         self.closed = True
         self.room = 0
 
-    # # -- for the sending thread --------------------------------------------------------------------
+    # -- for the sending thread --------------------------------------------------------------------
 
     def take(self) -> Any:
         """Take the next item, `None` if there is none. An overflow no longer grows once it is taken."""
@@ -214,7 +213,7 @@ class Outbox:
         return len(self.queue)
 
     def __del__(self) -> None:
-        # # Not earlier: a concurrent `publish` in another thread must not write to a file that reuses the
+        # Not earlier: a concurrent `publish` in another thread must not write to a file that reuses the
         # number.
         os.close(self.wake_fd)
 

@@ -40,7 +40,7 @@ END_SEQ = b"\xff" * 8
 MAX_SESSIONS = 256
 MAX_WAITING = 16  # further requests of one client during an answer
 STALLED_AFTER = 30.0  # seconds in which the client reads nothing
-# # In messages: about a mebibyte of a snapshot. The rest of a replay waits as a generator, not as bytes.
+# In messages: about a mebibyte of a snapshot. The rest of a replay waits as a generator, not as bytes.
 CLIENT_QUEUE = 32
 MAX_QUEUED = 64 << 20  # bytes that all clients together may leave unread
 _MAX_MERGED = 16 << 20
@@ -97,8 +97,9 @@ class ReplayServer:
         return len(self._sessions)
 
     def serve(self) -> float:
-        """Take requests and send a slice for each session, as time allows. Return the seconds until the
-        next call.
+        """Take requests and send a slice for each session, as time allows.
+
+        Return the seconds until the next call.
         """
         self._take_requests()
         if not self._sessions:
@@ -119,8 +120,9 @@ class ReplayServer:
         )
 
     def queued_bytes(self) -> int:
-        """Return the most bytes that clients may have left unread. TCP drops a client that has not read for
-        long.
+        """Return the most bytes that clients may have left unread.
+
+        TCP drops a client that has not read for long.
         """
         for session in [one for one in self._served.values() if self._clock() - one.read_at > STALLED_AFTER]:
             del self._served[session.identity]
@@ -201,9 +203,7 @@ class ReplayServer:
     # -- answers -----------------------------------------------------------------------------------
 
     def _replay(self, start: int) -> Iterator[_Message | None]:
-        """Yield all batches from `start` to the one that is newest now; from the state, if the ring begins
-        later.
-        """
+        """Yield all batches from `start` to the newest; from the state, if the ring begins later."""
         ring = self._sender.ring
         newest = self._sender.next_seq - 1
         while start <= newest:
@@ -239,9 +239,7 @@ class ReplayServer:
             yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
     def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:
-        """Yield all messages as one, under the last number; an end marker if there are none or they do not
-        fit.
-        """
+        """Yield all messages as one, under the last number; an end marker if there are none or too many."""
         events: list[bytes] = []
         last, size = None, 0
         ranks: set[int | None] = set()
@@ -305,8 +303,9 @@ class ReplayServer:
         return True
 
     def _wait_for_client(self, session: _Session, now: float) -> bool:
-        """Retry a client with a full queue later, with growing pauses. Give up if it does not read at
-        all.
+        """Retry a client with a full queue later, with growing pauses.
+
+        Give up if it does not read at all.
         """
         if now - session.read_at > STALLED_AFTER:
             self.counters["stalled"] += 1
@@ -347,8 +346,7 @@ def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
 
 
 def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> Iterator[RankBatch | None]:
-    """Yield at most `numbers` batches: if numbers run short, a rank's last batch gets all of its remaining
-    events.
+    """Yield at most `numbers` batches: if numbers run short, a rank's last batch gets all remaining events.
 
     If there are fewer numbers than ranks, there is still one batch per rank. `None` comes while no batch is
     ready.

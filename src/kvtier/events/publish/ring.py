@@ -25,8 +25,9 @@ class Ring:
         self._messages: dict[int, tuple[int, int, Sequence[bytes]]] = {}  # batches, bytes, parts
 
     def append(self, parts: Sequence[bytes], batches: int = 1) -> None:
-        """Keep the message of number `next`, which carries `batches` batches. The newest stays, however
-        large.
+        """Keep the message of number `next`, which carries `batches` batches.
+
+        The newest stays, however large.
         """
         while self.head < self.next and self.batches + batches > self._capacity:
             self._forget_oldest()

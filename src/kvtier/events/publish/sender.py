@@ -60,8 +60,7 @@ class Sender:
         self._numbers = numbers
         self._counting = config.counting
         self._states = {rank: self._make_state()}
-        # # The batches that leave together: their events, their number, their rank, the time of the last
-        # one.
+        # The batches that leave together: their events, their number, their rank, the time of the last one.
         self._events: list[bytes] = []
         self._batches = self._bytes = 0
         self._batch_rank = rank
@@ -81,8 +80,9 @@ class Sender:
         self._say(self.encoder.event(AllBlocksCleared()), self.take_mark())
 
     def send(self, batch: Any, more: bool = False) -> None:
-        """Send the events of a batch that are new. A batch that cannot be encoded is logged and gets no
-        number.
+        """Send the events of a batch that are new.
+
+        A batch that cannot be encoded is logged and gets no number.
 
         If there is `more` to come, the batch may wait and travel with the next one, or leave at `flush`.
         """
@@ -112,9 +112,7 @@ class Sender:
             self.flush()
 
     def _take_in(self, drafts: list[Draft]) -> bool:
-        """Apply a batch to the state and put its new events into `_events`; return whether there are
-        any.
-        """
+        """Apply a batch to the state and put its new events into `_events`; return whether there are any."""
         out, rank = self._events, self._batch_rank
         state = self._state(rank)
         before = len(out)
@@ -137,7 +135,7 @@ class Sender:
             return
         if self._mark_due:
             self._events.append(self.take_mark())
-        # # Events without a batch: a batch failed halfway (no memory?), but it has changed the state.
+        # Events without a batch: a batch failed halfway (no memory?), but it has changed the state.
         batches = self._batches or 1
         self.counters["joined"] += batches - 1
         ts = self._ts if self._batches else time.time()
@@ -145,8 +143,9 @@ class Sender:
         self._emit(ts, events, self._batch_rank, batches)
 
     def absorb(self, overflow: Overflow) -> None:
-        """Apply the effect of batches that found no room. Their numbers stay unused, so every consumer sees
-        a gap.
+        """Apply the effect of batches that found no room.
+
+        Their numbers stay unused, so every consumer sees a gap.
         """
         self.flush()
         for rank in overflow.ranks():
@@ -164,15 +163,16 @@ class Sender:
         if overflow.unreadable:
             self.counters["unencodable"] += overflow.unreadable
             logger.error("%d batches or events of them cannot be encoded", overflow.unreadable)
-        # # Enough numbers for a replay of the state, in messages of moderate size and of one rank each.
+        # Enough numbers for a replay of the state, in messages of moderate size and of one rank each.
         unused = max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
         self.ring.restart(self.next_seq + unused)
         if self._interval is not None:
             self._say(self.take_mark())
 
     def beat(self, now: float) -> float:
-        """Do the work that time makes due: a heartbeat, a mark, an old snapshot. Return the seconds until
-        the next.
+        """Do the work that time makes due: a heartbeat, a mark, an old snapshot.
+
+        Return the seconds until the next.
         """
         wait = math.inf
         if self._snapshot is not None:
@@ -277,9 +277,7 @@ class Sender:
         return self._snapshot is not None and not self._snapshot.is_made
 
     def work(self, seconds: float) -> bool:
-        """Make snapshots and free unused memory, for about `seconds`. Return whether there is more to
-        do.
-        """
+        """Make snapshots and free unused memory, for about `seconds`. Return whether there is more to do."""
         snapshot = self._snapshot
         if snapshot is not None and not snapshot.is_made:
             snapshot.advance(seconds)

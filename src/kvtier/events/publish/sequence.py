@@ -1,5 +1,4 @@
-"""The first sequence number of a publisher, chosen so that a restart never goes back: from the clock, or a
-file.
+"""The first sequence number of a publisher, so that a restart never goes back: from the clock, or a file.
 
 The clock gives microseconds since 1970: no publisher sends a million messages a second, so a process begins
 above all numbers of the one before it unless the clock was set back. The numbers stay below 2^53 until the
@@ -53,8 +52,9 @@ class SequenceFile:
         self.start = self.reserved = self._read(self._file)
 
     def reserve(self, seq: int) -> None:
-        """Make sure that numbers up to `seq` may be used. A failed write is logged, and tried again
-        later.
+        """Make sure that numbers up to `seq` may be used.
+
+        A failed write is logged, and tried again later.
         """
         if seq < self.reserved:
             return
@@ -86,7 +86,7 @@ class SequenceFile:
         return int(text or 0)
 
     def _write(self, number: int) -> None:
-        # # One sector, fixed width, no rename: a torn write is impossible, and the lock stays on the same
+        # One sector, fixed width, no rename: a torn write is impossible, and the lock stays on the same
         # file.
         assert self._file is not None
         try:

@@ -175,9 +175,7 @@ class _Walk:
             yield from self._events(record, stop)
 
     def _needs(self, record: Record, stop: int) -> Iterator[_Need]:
-        """Yield the records that must be sent before this record's blocks up to `stop`, and before which
-        block.
-        """
+        """Yield the records to send before this record's blocks up to `stop`, and before which block."""
         start = self._sent(record)
         if start >= stop:
             return
@@ -225,9 +223,7 @@ class _Walk:
         return new
 
     def _owner(self, place: Place, block: ExternalBlockHash) -> Record | None:
-        """Return the record that sends a block: its record in this place, else in another place, else its
-        ghost.
-        """
+        """Return the record that sends a block: its record in this place or another, else its ghost."""
         found = self._holder(place, block)
         if found is None:
             elsewhere = (self._holder(other, block) for other in self._holdings)

@@ -152,7 +152,7 @@ class PublishedState:
         self._encoder = encoder
         self._counted = counting == "count"
         self._holdings: dict[Place, Holding] = {}
-        # # How many records hang from a block, in shards like the blocks.
+        # How many records hang from a block, in shards like the blocks.
         self._children: list[dict[ExternalBlockHash, int]] = [{} for _ in range(SHARDS)]
         self._records: deque[Record] = deque()  # all records in use, and a few unused ones
         self._ended = 0  # records ended since the last sweep
@@ -260,7 +260,7 @@ class PublishedState:
         """Return whether another place holds a block that was just removed from one."""
         return any(holding.blocks.get(block) is not None for holding in self._holdings.values())
 
-    # # -- changes that are not published ------------------------------------------------------------
+    # -- changes that are not published ------------------------------------------------------------
 
     def count_of(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash) -> int:
         """Return the count of a block in the event's place."""
@@ -339,9 +339,7 @@ class PublishedState:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
 
     def take_apart(self) -> list[dict[Any, Any] | deque[Any]]:
-        """Return all parts of the state, to be freed step by step: freeing them at once takes half a
-        second.
-        """
+        """Return all parts of the state, to be freed step by step: all at once takes half a second."""
         pieces: list[dict[Any, Any] | deque[Any]] = [self._records, *self._children, self._ghosts]
         for holding in self._holdings.values():
             pieces += [*holding.blocks.tables, holding.counts]
@@ -417,8 +415,9 @@ class PublishedState:
             above = None if ghost.uses else ghost.parent
 
     def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
-        """Keep a removed block's record. Beyond the limit the oldest ghosts are forgotten, and their
-        children are orphans.
+        """Keep a removed block's record.
+
+        Beyond the limit the oldest ghosts are forgotten, and their children are orphans.
         """
         self.ghosts.add_all((block,), record)
         while len(self._ghosts) > max(self.blocks, _LEAST_GHOSTS):

@@ -1,18 +1,19 @@
 """The compiled hash table: extendible hashing over one flat array of 32-bit words.
 
-Blocks and names are both kept in one.
+The blocks and the names of an index are each kept in such a table.
 
-The table grows by segments of 1,024 cells. A directory, indexed by the leading bits of the mixed hash, names
-the segment; within it, linear probing. A full segment is split in two, so growth never copies the table nor
-needs it twice. A cell is `width` words: the hash's halves, a word that is 0 in an empty cell only, and what
-the owner keeps besides. Removal shifts what follows back, so there are no tombstones.
+The table grows by segments of 1,024 cells. A directory, indexed by the leading bits of the mixed hash,
+gives the segment; inside a segment, linear probing finds the cell. A full segment is split in two, so
+growth never copies the table or needs it twice. A cell has `width` words: the two halves of the hash, a
+word that is 0 only in an empty cell, and further words of the owner. A removal shifts the following cells
+back, so there are no tombstones.
 
     blocks (width 3)    hash, hash, number of the holder set
     names  (width 5)    engine's hash, hash, the worker's tag, key, key
 
-Where the third word is a tag it is part of the hash; functions take 0 for the tag where it is not. Hashes
-are mixed with a secret, so nobody can choose hashes that fall into one segment. Not for several threads at
-once.
+If the third word is a tag, it is part of the hash; otherwise the tag argument of functions is 0. Hashes are
+mixed with a secret, so that no client can choose hashes that all fall into one segment. Not for several
+threads at once.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ CELLS = 1024
 LIMIT = CELLS * 4 // 5
 """A segment this full is split."""
 HARD_LIMIT = CELLS * 15 // 16
-"""A segment may become this full when the budget allows no more of them."""
+"""A segment may become this full when the budget allows no more segments."""
 
-# Fields of `meta`: those of every table, then those of the table of blocks.
+# Fields of `meta`: first those of every table, then those of the table of blocks.
 USED, SEGMENTS, MAX_SEGMENTS, DEPTH, MAX_DEPTH, SECRET = range(6)
 DEAD, FREE, DROPPED, UNKNOWN, HAND, CLOSED, AGAIN, _META = range(6, 14)
-# Columns of `segments`: cells in use, and by how many leading bits the segment is known.
+# Columns of `segments`: the number of used cells, and how many leading bits identify the segment.
 FILL, _LOCAL = 0, 1
 
 _M1, _M2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
@@ -80,7 +81,7 @@ _MASK = np.uint64(CELLS - 1)
 
 @jit
 def mix(key: Any, secret: Any) -> Any:
-    """Spread a hash over 64 bits; which bits it starts from only this process knows."""
+    """Spread a hash over 64 bits; the result depends on a secret of this process."""
     key = (key ^ np.uint64(secret)) * _M1
     key = (key ^ (key >> _S33)) * _M2
     return key ^ (key >> _S29)
@@ -128,7 +129,7 @@ def find(cells: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -
 
 @jit
 def expect(meta: Any, directory: Any, cells: Any, width: Any, key: Any, tag: Any) -> None:
-    """Begin to load the cell of a hash wanted soon: tables are larger than caches."""
+    """Prefetch the cell of a hash that is needed soon: tables are larger than caches."""
     mixed = mixed_of(meta, key, tag)
     prefetch(cells, (segment_of(meta, directory, mixed) * CELLS + np.int64(mixed & _MASK)) * width)
 
@@ -146,9 +147,9 @@ def fill(meta: Any, cells: Any, segments: Any, segment: Any, place: Any, key: An
 def rehash(
     meta: Any, directory: Any, cells: Any, segments: Any, width: Any, tagged: Any, segment: Any
 ) -> None:
-    """Put a segment's entries where the directory now sends them.
+    """Move a segment's entries to the segments that the directory now gives.
 
-    Cells whose third word was set to 0 are left out.
+    Cells whose third word was set to 0 are dropped.
     """
     base, size = segment * (CELLS * width), CELLS * width
     old = cells[base : base + size].copy()
@@ -170,7 +171,7 @@ def rehash(
 
 @jit
 def split(meta: Any, directory: Any, cells: Any, segments: Any, width: Any, tagged: Any, mixed: Any) -> Any:
-    """Split the segment that a mixed hash belongs to; `False` when there is no other."""
+    """Split the segment of a mixed hash; `False` if no further segment is available."""
     segment = segment_of(meta, directory, mixed)
     local = segments[segment, _LOCAL]
     if meta[SEGMENTS] >= meta[MAX_SEGMENTS] or local >= meta[MAX_DEPTH]:
@@ -192,7 +193,7 @@ def split(meta: Any, directory: Any, cells: Any, segments: Any, width: Any, tagg
 
 @jit
 def erase(meta: Any, cells: Any, segments: Any, width: Any, tagged: Any, segment: Any, place: Any) -> None:
-    """Empty a cell and move later entries of its run back, so that probing never stops short."""
+    """Empty a cell and move later entries of its run back, so that probing never stops early."""
     base = segment * (CELLS * width)
     hole = np.uint64((place - base) // width)
     at = hole
@@ -222,12 +223,12 @@ class Cells(NamedTuple):
 
     @staticmethod
     def segment_bytes(width: int) -> int:
-        """Return what a segment takes: cells, its row in `segments`, at most eight directory entries."""
+        """Return the bytes of a segment: cells, its row in `segments`, at most eight directory entries."""
         return CELLS * width * 4 + 2 * 4 + 8 * 4
 
     @classmethod
     def reserve(cls, most: int, width: int) -> Cells:
-        """Reserve address space for so many segments, and begin with two of them."""
+        """Reserve address space for `most` segments, and begin with two of them."""
         meta = np.zeros(_META, np.int64)
         meta[[DEPTH, SEGMENTS, MAX_SEGMENTS]] = 1, 2, most
         meta[[MAX_DEPTH, SECRET]] = most.bit_length() + 2, secrets.randbits(63)
@@ -237,12 +238,12 @@ class Cells(NamedTuple):
         return cls(meta, directory, np.zeros(most * CELLS * width, np.uint32), segments)
 
     def parts(self, width: int) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the cells in use, `[cell, word]`, a segment at a time. The table may change meanwhile.
+        """Yield the used cells, `[cell, word]`, one segment at a time. The table may change meanwhile.
 
-        Segments come in the order of the directory: one that is split later is passed as two at the same
-        place, so what stays in the table comes once.
+        Segments come in the order of the directory: a segment that is split later is visited as two at the
+        same position, so an entry that stays in the table comes once.
         """
-        done = 0  # of the space of mixed hashes, 64 bits wide
+        done = 0  # position in the space of mixed hashes, 64 bits wide
         while done < 1 << 64:
             segment = int(self.directory[done >> (64 - int(self.meta[DEPTH]))])
             done += 1 << (64 - int(self.segments[segment, _LOCAL]))
@@ -250,7 +251,7 @@ class Cells(NamedTuple):
             yield part[part[:, 2] != 0]
 
     def fills(self, width: int) -> bool:
-        """Say whether the counts are those of the cells."""
+        """Say whether the counts agree with the cells."""
         used = self.cells[2::width][: int(self.meta[SEGMENTS]) * CELLS].reshape(-1, CELLS)
         fills = np.count_nonzero(used, axis=1)
         return bool(fills.sum() == self.meta[USED] and (fills == self.segments[: len(fills), FILL]).all())

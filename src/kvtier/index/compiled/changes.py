@@ -1,7 +1,7 @@
-"""What events do to the compiled table: stores, removals, whole batches.
+"""Changes of the compiled table by events: stores, removals, whole batches.
 
-All arrays of the table go in; see `cells` and `sets` for what they are. `held[worker, area]` counts a
-worker's blocks, and its last column those that found no room.
+The functions take all arrays of the table; `cells` and `sets` describe them. `held[worker, area]` counts a
+worker's blocks; its last column counts blocks that found no room.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ WIDTH = 3
 """Words of a block's cell: its hash's halves, and the number of its holder set."""
 _STORED, _CLEARED = int(Op.STORED), int(Op.CLEARED)
 _ONE, _NO_TAG = np.uint64(1), np.uint32(0)
-_AHEAD = 8  # as many loads as a core has under way without trouble
-_WORTH = CELLS // 16  # a sweep that frees fewer cells than this does not spare the split
+_AHEAD = 8  # as many loads as a core can have open at once
+_WORTH = CELLS // 16  # if a sweep frees fewer cells than this, the segment is split as well
 
 
 @jit
 def _settle(
     meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alias: Any, segment: Any
 ) -> None:
-    """Give a segment's blocks their sets' present numbers, and leave out those that nobody holds."""
+    """Update a segment's blocks to their current set numbers, and drop blocks without holders."""
     base = segment * (CELLS * WIDTH)
     for place in range(base + 2, base + CELLS * WIDTH, WIDTH):
         number = cells[place]
@@ -66,7 +66,7 @@ def _settle(
 def _make_room(
     meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alias: Any, mixed: Any
 ) -> Any:
-    """Sweep or split the segment that a mixed hash belongs to; `False` when neither can be done."""
+    """Sweep or split the segment of a mixed hash; `False` if neither is possible."""
     if meta[DEAD] > 0:
         segment = segment_of(meta, directory, mixed)
         _settle(meta, directory, cells, segments, refs, alias, segment)
@@ -77,7 +77,7 @@ def _make_room(
 
 @jit
 def _sweep(meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alias: Any, budget: Any) -> None:
-    """Sweep some segments for blocks that nobody holds, going round."""
+    """Sweep some segments, in turn, for blocks without holders."""
     for _ in range(budget):
         if meta[DEAD] == 0:
             return
@@ -93,9 +93,9 @@ def store(
 ) -> Any:  # fmt: skip
     """Add a holder to `hashes[start:stop]`; return where it stopped.
 
-    That is before `stop` for want of a set's number; and, if `unique`, at a block that the worker holds in
-    that area already, with `meta[AGAIN]` set. Tells in `fresh`, if it is not empty, which ones it did not
-    hold.
+    It stops before `stop` if there is no free set number. If `unique`, it also stops at a block that the
+    worker holds in that area already, and sets `meta[AGAIN]`. If `fresh` is not empty, it gets a flag for
+    each block that the worker did not hold.
     """
     word, bit = area * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     drops = held.shape[1] - 1
@@ -151,10 +151,10 @@ def _remove(
     rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
     worker: Any, area: Any, hashes: Any, start: Any, stop: Any,
 ) -> Any:  # fmt: skip
-    """Take a holder from `hashes[start:stop]`; return where it stopped, as `store` does.
+    """Remove a holder from `hashes[start:stop]`; return where it stopped, as `store` does.
 
-    Where no smaller set can be made any more, the block is forgotten whole: an index may know too little,
-    never too much.
+    If no smaller set can be made, the block is forgotten completely: an index may know too little, never
+    too much.
     """
     word, bit = area * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     known, next_set = np.int64(-2), np.int64(0)
@@ -177,7 +177,7 @@ def _remove(
                     return i
                 _forget(meta, rows, held, holders)
                 next_set = np.int64(0)
-                held[worker, area] += 1  # taken back below
+                held[worker, area] += 1  # undone below
             known = holders if next_set else np.int64(-2)
         refs[number] -= 1
         held[worker, area] -= 1
@@ -191,7 +191,7 @@ def _remove(
 
 @jit
 def _forget(meta: Any, rows: Any, held: Any, holders: Any) -> None:
-    """Count a block out for all its holders."""
+    """Subtract a block from the counts of all its holders."""
     words = (held.shape[0] + 63) >> 6
     meta[DROPPED] += 1
     for at in range(rows.shape[1]):
@@ -209,10 +209,10 @@ def apply(
     rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
     worker: Any, edits: Any, hashes: Any, edit: Any, done: Any, unique: Any,
 ) -> Any:  # fmt: skip
-    """Apply events from `edit` on, of which `done` hashes are done already.
+    """Apply events from `edit` on; the first `done` hashes of that edit are already applied.
 
-    Returns `(edit, done)`: at the end `(len(edits), 0)`; at a clear, which is the caller's; or where `store`
-    stopped.
+    Returns `(edit, done)`: at the end `(len(edits), 0)`; at a clear, which the caller handles; or where
+    `store` stopped.
     """
     nothing = np.empty(0, np.bool_)
     first = np.int64(0)

@@ -1,7 +1,8 @@
 """XXH3-64 over tokens, compiled: the functions of `kvtier.index.xxh3` without an object per block.
 
-Token ids are read as little-endian u32 whatever the machine, so a block of `n` tokens is an input of `4 n`
-bytes. All input lengths of the algorithm that are multiples of 4 are here. Pure; any thread may call these.
+Token ids are read as little-endian u32 on every machine, so a block of `n` tokens is an input of `4 n`
+bytes. The module covers all input lengths that are multiples of 4. Pure functions; any thread may call
+them.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _hash_large(tokens: Any, start: Any, count: Any, seed: Any) -> Any:
 
 @jit
 def _accumulate(state: Any, tokens: Any, at: Any, secret: Any, seed: Any) -> None:
-    """Take in 64 bytes."""
+    """Add 64 bytes to the state."""
     for word in range(8):
         data = _read(tokens, at + 2 * word)
         key = data ^ _seeded(secret + 8 * word, seed)
@@ -115,7 +116,7 @@ def _accumulate(state: Any, tokens: Any, at: Any, secret: Any, seed: Any) -> Non
 
 @jit
 def _seeded(at: Any, seed: Any) -> Any:
-    """Return 8 bytes of the seeded secret: its words are plus and minus the seed in turn."""
+    """Return 8 bytes of the seeded secret: the seed is added to and subtracted from its words in turn."""
     first = at & ~7
     word = _SECRET[first] - seed if first & 8 else _SECRET[first] + seed
     if first == at:
@@ -160,7 +161,7 @@ def hash_block(tokens: Any, start: Any, count: Any, seed: Any) -> Any:
 
 @jit
 def chain_one(parent: Any, local: Any) -> Any:
-    """Return the key of a block behind `parent`."""
+    """Return the key of a block that follows `parent`."""
     return _hash_pair(parent, local, 16, _SEED)
 
 

@@ -1,8 +1,7 @@
-"""How the index's inner loops are compiled, and the machine instructions that Python has no name for.
+"""Compilation of the index's inner loops, and machine instructions that Python does not offer.
 
-Needs numba. A function marked with `jit` is compiled at its first call, kept on disk for the next process
-until a module changes that is compiled or gives compiled code a constant, and lets other threads run
-meanwhile.
+Needs numba. A function marked with `jit` is compiled at its first call and releases the GIL. The result is
+kept on disk for later processes until a module changes that is compiled or gives compiled code a constant.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ __all__ = ["fold_product", "jit", "lowest_bit", "prefetch", "swap_bytes"]
 
 
 COMPILED_IN = ("base", "names", "places", "xxh3")
-"""The modules of the index, besides those of this folder, that compiled code has constants of."""
+"""Modules of the index, besides those of this folder, whose constants are in compiled code."""
 
 
 def stamp_of(files: Iterable[Path]) -> int:
-    """Return what changes with any of the files."""
+    """Return a number that changes with any of the files."""
     digest = xxhash.xxh3_64()
     for file in sorted(files):
         digest.update(file.read_bytes())
@@ -40,12 +39,12 @@ _STAMP = stamp_of([*_HERE.glob("*.py"), *(_HERE.parent / f"{name}.py" for name i
 def jit(function: Callable[..., Any]) -> Any:
     """Compile a function.
 
-    numba compiles anew when the function's own file changes. But what it calls is compiled into it, and so
-    are constants: after an upgrade, code with the old layout of an array would run beside code with the new
-    one.
+    numba compiles again when the function's own file changes. But called functions and constants are
+    compiled in: after an upgrade, code with the old layout of an array would run beside code with the new
+    one. So the cache also depends on `_STAMP`.
     """
     compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)
-    kept = getattr(compiled._cache, "_cache_file", None)  # there is none where no folder can be written
+    kept = getattr(compiled._cache, "_cache_file", None)  # there is none if no folder is writable
     if kept is not None:
         kept._source_stamp = (_STAMP, kept._source_stamp)
     return compiled

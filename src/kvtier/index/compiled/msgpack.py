@@ -1,7 +1,7 @@
 """Pieces of msgpack, read from an array of bytes: heads, texts, integers.
 
-Each function takes a place in the array and returns what follows the piece, -1 where there is no such piece.
-None ever reads past the end.
+Each function takes a position in the array and returns the position after the piece, or -1 if there is no
+such piece. None ever reads past the end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvtier.index.compiled.jit import jit
 __all__ = ["head", "integer", "read_u32", "skip_integers", "text", "word_in"]
 
 
-# Unsigned integers of at most 32 bits, by their first byte: how long they are (0: it begins none), and
-# where they lie in the five bytes from their first on.
+# Unsigned integers of at most 32 bits, by their first byte: their length (0: not such an integer), and
+# the position of their bits in the five bytes from the first on.
 _U32_LENGTH = np.array([1] * 0x80 + [0] * 0x4C + [2, 3, 5] + [0] * 0x31)
 _U32_SHIFT = np.where(_U32_LENGTH > 0, 40 - 8 * _U32_LENGTH, 0).astype(np.uint64)
 _U32_MASK = np.where(_U32_LENGTH == 1, 0x7F, (1 << 8 * np.maximum(_U32_LENGTH - 1, 0)) - 1).astype(np.uint64)
@@ -24,7 +24,7 @@ _U32_MASK = np.where(_U32_LENGTH == 1, 0x7F, (1 << 8 * np.maximum(_U32_LENGTH - 
 
 @jit
 def head(data: Any, at: Any, small: Any, limit: Any, word: Any) -> Any:
-    """Read the head of an array, a map or a text; return its length and what follows, or -1.
+    """Read the head of an array, a map or a text; return its length (or -1) and the position after it.
 
     `small` is the first byte of the short form, which has up to `limit` elements; `word` is that of the
     16-bit form.
@@ -46,7 +46,7 @@ def head(data: Any, at: Any, small: Any, limit: Any, word: Any) -> Any:
 
 @jit
 def text(data: Any, at: Any) -> Any:
-    """Read a text's head; return where the text begins and ends, -1 where there is none."""
+    """Read a text's head; return the text's start and end, -1 if there is none."""
     if at + 1 < data.size and data[at] == 0xD9:
         size, start = np.int64(data[at + 1]), at + 2
     else:
@@ -58,7 +58,7 @@ def text(data: Any, at: Any) -> Any:
 
 @jit
 def word_in(data: Any, start: Any, stop: Any, words: Any, ends: Any) -> Any:
-    """Return which word of a dictionary a text is, -1 for none."""
+    """Return the number of the dictionary word that a text equals, -1 for none."""
     for word in range(ends.size - 1):
         first = ends[word]
         if ends[word + 1] - first != stop - start:
@@ -75,7 +75,7 @@ def word_in(data: Any, start: Any, stop: Any, words: Any, ends: Any) -> Any:
 
 @jit
 def integer(data: Any, at: Any) -> Any:
-    """Read an integer; return its low 64 bits and what follows, -1 where there is none."""
+    """Read an integer; return its low 64 bits and the position after it, -1 if there is none."""
     if at >= data.size:
         return np.uint64(0), np.int64(-1)
     byte = np.int64(data[at])
@@ -83,7 +83,7 @@ def integer(data: Any, at: Any) -> Any:
         return np.uint64(byte), at + 1
     if byte >= 0xE0:
         return np.uint64(byte - 256), at + 1
-    if byte == 0xCF and at + 9 <= data.size:  # as nearly all hashes are: one load where the width is known
+    if byte == 0xCF and at + 9 <= data.size:  # nearly all hashes: one load, because the width is known
         value = (
             np.uint64(data[at + 1]) << np.uint64(56)
             | np.uint64(data[at + 2]) << np.uint64(48)
@@ -110,7 +110,7 @@ def integer(data: Any, at: Any) -> Any:
 
 @jit
 def _length(byte: Any) -> Any:
-    """Return how long the integer is that begins with a byte, 0 where none does."""
+    """Return the length of the integer that begins with a byte, 0 if none does."""
     if 0xCC <= byte <= 0xD3:
         return 1 + (1 << (byte & 3))
     return 1 if byte < 0x80 or byte >= 0xE0 else 0
@@ -118,22 +118,22 @@ def _length(byte: Any) -> Any:
 
 @jit
 def skip_integers(data: Any, at: Any, count: Any) -> Any:
-    """Return what follows that many integers, -1 where something else is among them.
+    """Return the position after `count` integers, -1 if something else is among them.
 
-    Where an integer begins is known only once those before it were looked at, so a core does little but
-    wait. Long lists are therefore walked from two places at once, the second one guessed:
+    The start of an integer is known only after the ones before it, so a core mostly waits. Long lists are
+    therefore walked from two positions at once; the second one is a guess:
 
         at ---- taken ----> goal ---- taken ----> ahead
 
-    If the first walk meets the place where the second one began, both together are one walk; else the second
-    was in vain.
+    If the first walk arrives at the start of the second, both together are one walk; else the second was
+    useless.
     """
     size = data.size
     while count >= 64 and at + count <= size:
         goal = at + count - 8
         while goal < at + count and data[goal] & 0xFC != 0xCC:  # tokens of several bytes begin like this
             goal += 1
-        ahead, taken = goal, np.int64(0)  # at most `count` are taken, as an integer has a byte at least
+        ahead, taken = goal, np.int64(0)  # at most `count` integers, as each has at least a byte
         while at < goal:
             length = _length(np.int64(data[at]))
             if length == 0:
@@ -156,13 +156,12 @@ def skip_integers(data: Any, at: Any, count: Any) -> Any:
 
 @jit
 def read_u32(data: Any, at: Any, count: Any, out: Any, start: Any) -> Any:
-    """Read that many integers of at most 32 bits into `out[start:]`; return what follows, -1 where something
-    else is there.
+    """Read `count` integers of at most 32 bits into `out[start:]`.
 
-    Lengths of tokens change from one to the next as nobody can predict, so they come from a table and not
-    from branches.
+    Return the position after them, -1 if something else is there. The lengths of tokens are unpredictable,
+    so they come from a table and not from branches.
     """
-    sure = data.size - 5  # up to here, what is looked at lies in the array
+    sure = data.size - 5  # up to here, all five bytes lie in the array
     for i in range(start, start + count):
         if at <= sure and _U32_LENGTH[data[at]]:
             head = data[at]

@@ -1,7 +1,7 @@
-"""Names in arrays, and the compiled way from scanned tokens to keys.
+"""Names in arrays, and the compiled translation of scanned tokens to keys.
 
-A name is a cell of the compiled hash table (see `cells`): the engine's hash, the worker's tag, the key. A
-worker's tag changes when it is cleared, and so all its names are gone at once; they are swept out later. Not
+A name is a cell of the compiled hash table (see `cells`): the engine's hash, the worker's tag, the key.
+When a worker is cleared its tag changes, so all its names are void at once; a later sweep removes them. Not
 for several threads at once.
 """
 
@@ -49,7 +49,7 @@ from kvtier.index.xxh3 import SEED
 
 __all__ = ["CompiledNames"]
 
-_WIDTH, _TAG, _KEY = 5, 2, 3  # words of a cell, and which of them are the tag and the key
+_WIDTH, _TAG, _KEY = 5, 2, 3  # words of a cell, and the positions of tag and key
 _WORKER_BITS = 12  # enough for MAX_WORKERS
 _STORED, _REMOVED = int(Op.STORED), int(Op.REMOVED)
 _BLOCK_SEED = np.uint64(SEED)
@@ -67,7 +67,7 @@ def _get(meta: Any, directory: Any, cells: Any, engine_hash: Any, tag: Any) -> A
 def _put(
     meta: Any, directory: Any, cells: Any, segments: Any, engine_hash: Any, tag: Any, key: Any, keeps: Any
 ) -> Any:  # fmt: skip
-    """Remember a name; `False` when there is no room, or if `keeps` and it is the name of something else."""
+    """Store a name; `False` if there is no room, or if `keeps` and the hash names another key."""
     mixed = mixed_of(meta, engine_hash, tag)
     while True:
         segment = segment_of(meta, directory, mixed)
@@ -101,7 +101,7 @@ def _sweep(
     table_meta: Any, table_directory: Any, table_cells: Any, rows: Any, alias: Any, words: Any,
     first: Any, count: Any,
 ) -> None:  # fmt: skip
-    """Forget the names in some segments whose worker was cleared, or does not hold the block."""
+    """Drop the names in some segments whose worker was cleared, or does not hold the block."""
     for number in range(count):
         segment = (first + number) % meta[SEGMENTS]
         base = segment * (CELLS * _WIDTH)
@@ -130,11 +130,10 @@ def _translate(
     meta: Any, directory: Any, cells: Any, segments: Any, tag: Any, block_size: Any, strict: Any,
     edits: Any, hashes: Any, tokens: Any, edit: Any, first: Any, keys: Any,
 ) -> Any:  # fmt: skip
-    """Find the keys of a batch's blocks from `edit` on; return where it stopped, and how many hashes come
-    before.
+    """Compute the keys of a batch's blocks from `edit` on; return where it stopped: edit and hashes.
 
     Stops at a clear, and at stores that are not plain: an unknown parent, tokens that do not fit, no room
-    for a name, or one that something else has. If `strict`, also at a removal of a block without a name;
+    for a name, or a name that another block has. If `strict`, also at a removal of a block without a name;
     otherwise such a block gets key 0.
     """
     while edit < edits.shape[0]:
@@ -163,7 +162,7 @@ def _translate(
                 parent = chain_one(parent, local) if found else local
                 found, keys[i] = True, parent
                 at += block_size
-            # a loop of its own, so that cells are loaded while keys are computed
+            # a separate loop, so that cells are loaded while keys are computed
             for i in range(first, first + count):
                 if not _put(meta, directory, cells, segments, hashes[i], tag, keys[i], True):
                     return edit, first
@@ -176,7 +175,7 @@ class CompiledNames:
     """Names of a compiled table's blocks. See `kvtier.index.names.Names`."""
 
     def __init__(self, table: CompiledTable, budget: int) -> None:
-        """Name blocks of `table`, in at most `budget` bytes; memory is taken as it is needed."""
+        """Name blocks of `table`, in at most `budget` bytes; memory is taken on demand."""
         self._table = table
         self._cells = Cells.reserve(max(2, budget // Cells.segment_bytes(_WIDTH)), _WIDTH)
         self._meta = self._cells.meta
@@ -193,9 +192,9 @@ class CompiledNames:
     def translate(
         self, worker: int, block_size: int, strict: bool, batch: Scanned, edit: int, first: int, keys: Hashes
     ) -> tuple[int, int]:
-        """Fill in the keys of a scanned batch's blocks from `edit` on, before which come `first` hashes.
+        """Fill in the keys of a scanned batch's blocks from `edit` on; `first` hashes come before that edit.
 
-        Returns the first edit that must be done by hand, and how many hashes come before that.
+        Returns the first edit that needs the plain path, and how many hashes come before it.
         """
         tag = self._tags[worker]
         stopped: tuple[int, int] = _translate(
@@ -238,6 +237,6 @@ class CompiledNames:
         return int(self._meta[SEGMENTS]) * Cells.segment_bytes(_WIDTH)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the counts are not those of the cells."""
+        """Raise `IntegrityError` if the counts do not agree with the cells."""
         if not self._cells.fills(_WIDTH):
             raise IntegrityError("index names: the counts are not those of the cells")

@@ -1,4 +1,4 @@
-"""What the compiled table is asked: who holds a prefix, who holds a block, and all there is."""
+"""Lookups in the compiled table: the holders of a prefix, the holders of a block, and all blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ONE, _ZERO = np.uint64(1), np.uint64(0)
 
 @jit
 def _record(out: Any, column: Any, word: Any, bits: Any, depth: Any) -> None:
-    """Write down for the workers of `bits` how far they came."""
+    """Record how far the workers of `bits` came."""
     while bits:
         out[word * 64 + lowest_bit(bits), column] = depth
         bits &= bits - _ONE
@@ -26,7 +26,7 @@ def _record(out: Any, column: Any, word: Any, bits: Any, depth: Any) -> None:
 
 @jit
 def _holders_of(meta: Any, directory: Any, cells: Any, alias: Any, key: Any) -> Any:
-    """Return a block's holder set, 0 where nobody holds it."""
+    """Return a block's holder set, 0 if it has no holder."""
     mixed = mixed_of(meta, key, _NO_TAG)
     place = find(cells, WIDTH, segment_of(meta, directory, mixed), mixed, key, _NO_TAG)
     return alias[cells[place + 2]] if place >= 0 else np.uint32(0)
@@ -34,8 +34,8 @@ def _holders_of(meta: Any, directory: Any, cells: Any, alias: Any, key: Any) -> 
 
 @jit
 def _look_up(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any, found: Any) -> Any:
-    """Put holder sets into `found`, up to the first block that nobody holds; return how many."""
-    # Read once: nobody may think that a write to `found` changes them.
+    """Put holder sets into `found`, up to the first block without a holder; return how many."""
+    # Read once: the compiler must not assume that a write to `found` changes them.
     secret, depth = meta[SECRET], meta[DEPTH]
     for i in range(hashes.size):
         mixed = mix(hashes[i], secret)
@@ -48,7 +48,7 @@ def _look_up(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any, fou
 
 @jit
 def _on_tiers(rows: Any, areas: Any, needed: Any, words: Any, holders: Any, word: Any) -> Any:
-    """Return which of 64 workers hold a block on each tier, in every group that they need."""
+    """Return the bits of 64 workers that hold a block on each tier, in every group that they need."""
     gpu = cpu = storage = ~_ZERO
     anything = _ZERO
     for group in range(needed.shape[0]):
@@ -73,10 +73,7 @@ def _on_tiers(rows: Any, areas: Any, needed: Any, words: Any, holders: Any, word
 def _race(
     rows: Any, areas: Any, needed: Any, words: Any, found: Any, count: Any, word: Any, out: Any
 ) -> None:
-    """Find how far each of 64 workers comes.
-
-    A block with the same holders as the one before changes nothing.
-    """
+    """Find how far each of 64 workers comes. A block with the same holders as the one before is skipped."""
     everywhere = cpus = storages = walk_gpu = ~_ZERO
     walk_cpu = walk_storage = _ZERO
     last = np.uint32(0)
@@ -86,7 +83,7 @@ def _race(
         if holders == last and depth < count:
             continue
         last = holders
-        if one_group:  # and one area for each tier, as nearly always
+        if one_group:  # and one area per tier, nearly always
             gpu, cpu, storage = (
                 rows[holders, word],
                 rows[holders, words + word],
@@ -96,7 +93,7 @@ def _race(
         else:
             gpu, cpu, storage = _on_tiers(rows, areas, needed, words, holders, word)
         held = gpu | cpu | storage
-        if depth == 0:  # who does not hold the first block keeps the zeros that are there
+        if depth == 0:  # workers that do not hold the first block keep their zeros
             everywhere, cpus, storages = held, cpu, storage
             walk_gpu, walk_cpu, walk_storage = gpu, cpu & ~gpu, storage & ~gpu & ~cpu
             continue
@@ -112,7 +109,8 @@ def _race(
         if fell:
             _record(out, 3, word, fell, depth)
             storages &= storage
-        # who falls off the GPU tries the CPU at the same block, who falls off that the storage
+        # a worker that leaves the GPU tries the CPU at the same block, one that leaves the CPU tries the
+        # storage
         fell = walk_gpu & ~gpu
         if fell:
             _record(out, 1, word, fell, depth)
@@ -137,7 +135,7 @@ def match(
     meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, areas: Any, needed: Any,
     hashes: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Look the blocks up, then race 64 workers at a time along them."""
+    """Look the blocks up, then find how far each worker comes, 64 workers at a time."""
     words = out.shape[0] >> 6
     found = np.empty(hashes.size, np.uint32)
     count = _look_up(meta, directory, cells, alias, hashes, found)
@@ -159,7 +157,7 @@ def holds_one(
 
 @jit
 def find_all(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any) -> Any:
-    """Return each hash's holder set, 0 where nobody holds it."""
+    """Return each hash's holder set, 0 if it has no holder."""
     found = np.zeros(hashes.size, np.uint32)
     for i in range(hashes.size):
         found[i] = _holders_of(meta, directory, cells, alias, hashes[i])

@@ -1,11 +1,11 @@
 """Reads the batches of the event stream straight into arrays, without making an object per hash or token.
 
-`Scanner` reads what publishers send nearly always: whole batches of plain stores, removals and clears, as
-maps or as arrays. It reads exactly what it knows; at the first byte that is anything else (a mark, hashes as
-bytes, extra keys, a rarer medium or group, damage) it gives the batch to `decode_batch`, so both always
-agree. Tokens are passed over, or read into an array as well.
+`Scanner` reads the usual batches: plain stores, removals and clears, as maps or as arrays. It reads only
+what it knows; at the first other byte (a mark, hashes as bytes, extra keys, a rarer medium or group,
+damage) it passes the whole batch to `decode_batch`, so both always agree. Tokens are skipped, or read into
+an array as well.
 
-Any thread may call it, with a `Scanner` of its own.
+Each thread needs its own `Scanner`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ __all__ = [
 _U64 = (1 << 64) - 1
 _TS = struct.Struct(">d")
 _STORED, _REMOVED, _CLEARED = int(Op.STORED), int(Op.REMOVED), int(Op.CLEARED)
-_OTHER, _FULL = -1, -2  # not for us; no room in the arrays that were given
+_OTHER, _FULL = -1, -2  # not readable here; the given arrays are full
 
-# Fields of `totals`: how full the arrays are, and what the batch is and does.
+# Fields of `totals`: how full the arrays are, and the rank and effect of the batch.
 _HASHES, _EDITS, _TOKENS, _RANK, _HAS_RANK, _WIPED, _BLOCKS, _DIGEST, _TOTALS = range(9)
-# Columns of a scanned batch's edits, behind those that all edits have.
+# Columns of a scanned batch's edits, after the columns that all edits have.
 _OP, _AREA, _COUNT, PARENT, HAS_PARENT, FIRST_TOKEN, TOKEN_COUNT, SCANNED_BLOCK_SIZE, _COLUMNS = range(9)
 
-# What a field may be. A field is known by its place in the event; `_FIELDS` gives the names that maps use.
+# The forms of a field. A field is identified by its position in the event; `_STORED_FIELDS` and
+# `_REMOVED_FIELDS` give the names that maps use.
 _F_HASHES, _F_PARENT, _F_TOKENS, _F_INT, _F_TEXT, _F_MEDIUM, _F_ZERO, _F_KIND, _F_NIL, _F_WHOLE = range(10)
 _STORED_FIELDS = (
     ("block_hashes", _F_HASHES), ("parent_block_hash", _F_PARENT), ("token_ids", _F_TOKENS),
@@ -63,7 +64,7 @@ _REMOVED_FIELDS = (
 
 
 def _dictionary(words: list[str]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Return words as their bytes one behind the other, and where each begins."""
+    """Return the words' bytes, joined, and where each word begins."""
     ends = np.cumsum([0] + [len(word) for word in words])
     return np.frombuffer("".join(words).encode(), np.uint8), ends.astype(np.int64)
 
@@ -86,7 +87,7 @@ _WEIGHTS = np.array([place_weight(place) for place in PLACES], np.uint64)
 
 @jit
 def _hash_list(data: Any, at: Any, hashes: Any, totals: Any) -> Any:
-    """Read a list of hashes behind those already read; return their number and what follows."""
+    """Append a list of hashes to those already read; return their number and the position after it."""
     count, at = head(data, at, 0x90, 16, 0xDC)
     if count < 0 or count > data.size - at:
         return np.int64(_OTHER), at
@@ -101,7 +102,7 @@ def _hash_list(data: Any, at: Any, hashes: Any, totals: Any) -> Any:
 
 @jit
 def _token_list(data: Any, at: Any, tokens: Any, totals: Any) -> Any:
-    """Read a list of tokens behind those already read; return their number and what follows."""
+    """Append a list of tokens to those already read; return their number and the position after it."""
     count, at = head(data, at, 0x90, 16, 0xDC)
     if count < 0 or count > data.size - at:
         return np.int64(_OTHER), at
@@ -114,7 +115,7 @@ def _token_list(data: Any, at: Any, tokens: Any, totals: Any) -> Any:
 
 @jit
 def _plain(data: Any, at: Any, form: Any) -> Any:
-    """Pass a field whose value does not matter, if it is what it should be; -1 if not."""
+    """Skip a field whose value does not matter, if it has the right form; -1 if not."""
     if at >= data.size:
         return np.int64(-1)
     if form not in (_F_TOKENS, _F_WHOLE) and data[at] == 0xC0:
@@ -132,14 +133,14 @@ def _plain(data: Any, at: Any, form: Any) -> Any:
     if start < 0 or (form == _F_KIND and word_in(data, start, stop, _KINDS, _KIND_ENDS) < 0):
         return np.int64(-1)
     for i in range(start, stop):
-        if data[i] >= 0x80:  # may not be UTF-8
+        if data[i] >= 0x80:  # may be invalid UTF-8
             return np.int64(-1)
     return stop
 
 
 @jit
 def _area_of(data: Any, at: Any) -> Any:
-    """Read a medium; return its area and what follows."""
+    """Read a medium; return its area and the position after it."""
     if at < data.size and data[at] == 0xC0:
         return 0, at + 1
     start, stop = text(data, at)
@@ -150,7 +151,7 @@ def _area_of(data: Any, at: Any) -> Any:
 
 @jit
 def _event(data: Any, at: Any, hashes: Any, edits: Any, tokens: Any, totals: Any) -> Any:
-    """Read one event into the next edit; return what follows, or why not."""
+    """Read one event into the next edit; return the position after it, or an error code."""
     as_map = data[at] < 0x90 or data[at] == 0xDE
     size, at = head(data, at, 0x80, 16, 0xDE) if as_map else head(data, at, 0x90, 16, 0xDC)
     if size < 1:
@@ -202,7 +203,7 @@ def _event(data: Any, at: Any, hashes: Any, edits: Any, tokens: Any, totals: Any
             if area < 0:
                 return np.int64(_OTHER)
         else:
-            # an adapter is part of what tokens are hashed with
+            # the hash of tokens depends on the adapter
             form = _FORMS[field]
             if tokens.size and field in (_LORA_ID, _LORA_NAME):
                 form = _F_ZERO if field == _LORA_ID else _F_NIL
@@ -235,7 +236,7 @@ def _add_up(hashes: Any, edits: Any, totals: Any) -> None:
 
 @jit
 def _scan(data: Any, hashes: Any, edits: Any, tokens: Any, totals: Any) -> Any:
-    """Read a batch into the arrays, behind what `totals` says is in them already; return 0, or why not."""
+    """Read a batch into the arrays, after the content that `totals` counts; return 0, or an error code."""
     totals[_RANK:] = 0
     if data.size < 12 or data[0] != 0x93 or data[1] != 0xCB:
         return _OTHER
@@ -262,7 +263,7 @@ def _scan(data: Any, hashes: Any, edits: Any, tokens: Any, totals: Any) -> Any:
 
 @jit
 def _all_of_size(edits: Any, block_size: Any) -> Any:
-    """Say whether all stores are of blocks of that size, or do not say."""
+    """Say whether all stores have this block size, or none."""
     for edit in range(edits.shape[0]):
         size = edits[edit, SCANNED_BLOCK_SIZE]
         if edits[edit, _OP] == _STORED and size != block_size and size != 0:
@@ -271,30 +272,27 @@ def _all_of_size(edits: Any, block_size: Any) -> Any:
 
 
 class ScanBuffers:
-    """Arrays that consecutive batches are read into, one behind the other, so that no batch needs any of its
-    own.
+    """Arrays for consecutive batches, one after the other, so that batches need none of their own.
 
-    What is written stays; the arrays live as long as any of their batches.
+    Written parts never change; the arrays live as long as any of their batches.
     """
 
     __slots__ = ("edits", "hashes", "tokens")
 
     def __init__(self, hashes: int, edits: int, tokens: int) -> None:
-        """Make room for so many hashes, edits and tokens."""
+        """Make room for this many hashes, edits and tokens."""
         self.hashes = np.empty(hashes, np.uint64)
         self.edits = np.empty((edits, _COLUMNS), np.int64)
         self.tokens = np.empty(tokens, np.uint32)
 
 
 class Scanned:
-    """Events as arrays: edits, the hashes of all of them in order, and the tokens that edits point into."""
+    """Events as arrays: edits, the hashes of all edits in order, and the tokens that edits refer to."""
 
     __slots__ = ("_begin", "_buffers", "_end")
 
     def __init__(self, buffers: ScanBuffers, begin: Sequence[int], end: Sequence[int]) -> None:
-        """Take what lies in the arrays from `begin` to `end`, each the numbers of hashes and of edits before
-        it.
-        """
+        """Take the part of the arrays from `begin` to `end`; both count hashes and edits."""
         self._buffers, self._begin, self._end = buffers, begin, end
 
     @property
@@ -314,7 +312,7 @@ class Scanned:
 
     @staticmethod
     def have_size(edits: Edits, block_size: int) -> bool:
-        """Say whether all stores are of blocks of that size, or do not say."""
+        """Say whether all stores have this block size, or none."""
         return bool(_all_of_size(edits, block_size))
 
     def events(self) -> Iterator[Event]:
@@ -339,7 +337,7 @@ class Scanned:
 
     @staticmethod
     def join(parts: Sequence[Scanned]) -> Iterator[Scanned]:
-        """Yield the events of several batches as few: neighbours in the arrays are one, without a copy."""
+        """Yield the events of several batches as few parts: neighbours are joined without a copy."""
         first = last = parts[0]
         for part in parts[1:]:
             if part._buffers is not last._buffers or part._begin is not last._end:
@@ -358,13 +356,13 @@ class ScannedBatch(Scanned):
     skipped = 0
 
     def __init__(self, ts: float, buffers: ScanBuffers, begin: Sequence[int], totals: Sequence[int]) -> None:
-        """Take what a scan found."""
+        """Take the result of a scan."""
         self._buffers, self._begin, self._end = buffers, begin, totals
         self.ts = ts
         self.data_parallel_rank = totals[_RANK] if totals[_HAS_RANK] else None
 
     def change(self) -> Change:
-        """Return what the batch does to the set of held blocks."""
+        """Return the batch's effect on the set of held blocks."""
         end = self._end
         return Change(end[_WIPED] == 1, end[_BLOCKS], end[_DIGEST] & _U64)
 
@@ -373,14 +371,14 @@ class Scanner:
     """Decodes batches: a `decode` for a subscriber that feeds an index. Not for several threads at once."""
 
     def __init__(self, tokens: bool = False) -> None:
-        """Start with room for some hundred events; it grows with what comes."""
+        """Start with room for some hundred events; it grows on demand."""
         self._buffers = ScanBuffers(4096, 256, 1 << 15 if tokens else 0)
-        self._begin = [0] * _TOTALS  # where the next batch goes
+        self._begin = [0] * _TOTALS  # where the next batch begins
         self._totals = np.zeros(_TOTALS, np.int64)
         self.scanned = self.decoded = 0
 
     def __call__(self, payload: bytes) -> ScannedBatch | DecodedBatch:
-        """Read a batch in either encoding. Raises `ValueError` where the payload is not a batch at all."""
+        """Read a batch in either encoding. `ValueError` if the payload is not a batch at all."""
         data = np.frombuffer(payload, np.uint8)
         while status := _scan(
             data, self._buffers.hashes, self._buffers.edits, self._buffers.tokens, self._totals
@@ -395,9 +393,9 @@ class Scanner:
         return ScannedBatch(_TS.unpack_from(payload, 2)[0], self._buffers, begin, self._begin)
 
     def _move(self) -> None:
-        """Go to empty arrays; a batch that did not fit into such is given twice as much.
+        """Switch to empty arrays; twice as large, if the batch did not fit into empty ones.
 
-        An element takes a byte of the batch at least, so the batch's size bounds this.
+        Each element takes at least a byte of the batch, so the batch's size bounds the growth.
         """
         full, times = self._buffers, 1 if any(self._begin[:_RANK]) else 2
         self._buffers = ScanBuffers(

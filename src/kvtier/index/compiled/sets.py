@@ -1,9 +1,9 @@
-"""The compiled table's holder sets: who holds a block, as a row of bits that many blocks share.
+"""The compiled table's holder sets: a block's holders, as a row of bits that many blocks share.
 
-A row has a word per area for 64 workers. Sets are interned: equal rows have equal numbers; set 0 is that of
-nobody. Clearing a worker takes its bits out of every row and interns anew; `alias` then points a set to its
-equal, or to 0 when nobody is left in it. `refs` counts the cells with each number; one that no cell has may
-be given to another set.
+A row has a word per area for 64 workers. Sets are interned: equal rows have equal numbers; set 0 is empty.
+Clearing a worker removes its bits from every row and interns all rows again; `alias` then maps a set to its
+equal, or to 0 if it became empty. `refs` counts the cells with each number; an unused number may be given
+to another set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_SET = np.int64(-1)
 
 @jit
 def _seat(rows: Any, intern: Any, row: Any) -> Any:
-    """Return where in `intern` a row's number is, or where it belongs."""
+    """Return the position in `intern` of a row's number, or where it belongs."""
     mixed = _ZERO
     for word in range(rows.shape[1]):
         mixed = mix(mixed ^ rows[row, word], word)
@@ -45,7 +45,7 @@ def _seat(rows: Any, intern: Any, row: Any) -> Any:
 def toggled(
     meta: Any, rows: Any, alias: Any, intern: Any, free: Any, holders: Any, word: Any, bit: Any
 ) -> Any:
-    """Return the set that differs from `holders` in one bit; -1 when no number is left for it."""
+    """Return the set that differs from `holders` in one bit; -1 if no number is free for it."""
     scratch, empty = rows.shape[0] - 1, True
     for at in range(rows.shape[1]):
         rows[scratch, at] = rows[holders, at] ^ bit if at == word else rows[holders, at]
@@ -66,7 +66,7 @@ def toggled(
 
 @jit
 def intern_all(meta: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any) -> None:
-    """Intern all sets anew after rows changed: equal ones get an alias, unused ones become free."""
+    """Intern all sets again after rows changed: equal sets get an alias, unused numbers become free."""
     intern[:] = 0
     meta[FREE] = meta[DEAD] = 0
     for number in range(refs.size - 1, 0, -1):

@@ -1,10 +1,10 @@
 """The table with compiled loops: numpy arrays, and the compiled loops of this package over them.
 
 Memory is bounded by construction. Address space for the whole budget is reserved at the start; the system
-gives memory to a part of it only when that part is first written, and the table takes it segment by segment.
-`stats().bytes` counts what was taken; it never exceeds the budget, not even for a moment. A block that finds
-no room is refused and counted. The smallest budget is 256 KiB. Not for several threads at once:
-`PrefixIndex` sees to that.
+provides memory for a part of it only when that part is first written, and the table takes it segment by
+segment. `stats().bytes` counts the taken bytes; it never exceeds the budget, not even for a moment. A block
+that finds no room is refused and counted. The smallest budget is 256 KiB. Not for several threads at once:
+`PrefixIndex` ensures that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["CompiledTable"]
 
 _FIRST_SETS = 64
 _SEGMENT_BYTES = Cells.segment_bytes(changes.WIDTH)
-# A set's reference count, alias, two seats, place on the free list; its row comes on top.
+# A set's reference count, alias, two positions in `intern`, and entry of the free list; its row is extra.
 _SET_BYTES = 8 + 4 + 2 * 4 + 4
 
 
@@ -105,7 +105,7 @@ class CompiledTable:
 
     @property
     def _room(self) -> int:
-        """How many set numbers there are, 0 included, which is the set of nobody."""
+        """The number of set numbers, including 0, the empty set."""
         return len(self._refs)
 
     def _grid(self) -> npt.NDArray[np.uint64]:
@@ -117,11 +117,11 @@ class CompiledTable:
         return room * _SET_BYTES + (room + 1) * areas * words * 8 + workers
 
     def _fits(self, room: int, areas: int, words: int) -> bool:
-        """Say whether sets of that shape can be made while the present ones are still there."""
+        """Say whether sets of that shape fit beside the present ones."""
         return self._bytes() + self._sets_bytes(room, areas, words) <= self._budget
 
     def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
-        """Make room for sets in the present shape, and take over what there is."""
+        """Allocate sets in the present shape, and copy the existing rows."""
         self._areas = np.array(self.areas, np.int64)
         areas, words = len(self.areas), self._words
         have, old_areas, old_words = rows.shape
@@ -139,7 +139,7 @@ class CompiledTable:
         sets.intern_all(self._meta, self._rows, self._refs, self._alias, self._intern, self._free)
 
     def _more_sets(self) -> None:
-        """Find numbers for new sets: unused ones, else more; or close when the budget is spent."""
+        """Provide numbers for new sets: unused ones, else more; close the table if the budget is spent."""
         self._intern_all()
         if self._meta[FREE] >= self._room // 4:
             return
@@ -200,7 +200,7 @@ class CompiledTable:
 
     @property
     def holders_state(self) -> tuple[Any, ...]:
-        """What `questions.holds_one` needs to know of the table."""
+        """The arguments of `questions.holds_one` for this table."""
         return (*self._cells[:3], self._rows, self._alias, self._words)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
@@ -220,7 +220,7 @@ class CompiledTable:
         return int(self._held[worker, MAX_AREAS])
 
     def adopt(self, stats: TableStats, dropped: Sequence[int]) -> None:
-        """Go on with the counters of a table whose blocks are all here; `dropped` are its workers'."""
+        """Continue the counters of a table with the same blocks; `dropped` has its counts per worker."""
         self._meta[[DROPPED, UNKNOWN]] = stats.dropped, stats.unknown
         self._held[: len(dropped), MAX_AREAS] = dropped
 
@@ -234,7 +234,7 @@ class CompiledTable:
         return [on[number] for number in numbers]
 
     def _tiers_of(self, number: int) -> dict[int, int]:
-        """Return a set's workers that hold its blocks on any tier, and on which (a bit for each)."""
+        """Return the workers of a set that hold its blocks on any tier, and the tiers (one bit each)."""
         return tiers_of(self._holders(number), self._needs, self.areas)
 
     def _needs(self, worker: int) -> int:

@@ -4,20 +4,21 @@
                            "kv_connector_module_path": "kvtier.integrations.vllm",
                            "kv_connector_extra_config": {"cpu": {"capacity": "8GiB"}}}'
 
-vLLM makes one of these beside its scheduler and one in each worker, as a rule in separate processes. Each
-holds the matching half of `OffloadingConnector` and translates: vLLM's requests, steps and results into ours
-and back. Where the two differ:
+vLLM makes one connector beside its scheduler and one in each worker, usually in separate processes. Each
+holds the matching half of `OffloadingConnector` and translates vLLM's requests, steps and results into ours
+and back. Differences between the two:
 
-- vLLM frees a finished request's blocks at once. They need not be held: whoever gets one of them, the step
-  first ends the stores that read it (`handle_preemptions`, which vLLM calls before anything of a step is
-  written).
+- vLLM frees a finished request's blocks at once. kvtier need not hold them: before a step writes to such a
+  block, it ends the stores that read it (`handle_preemptions`, which vLLM calls before a step writes
+  anything).
 - Workers' reports travel as worker metadata, which vLLM gathers over all ranks.
-- A failed load is named by its blocks where a model has one KV cache group, and by its request where it has
-  several: vLLM cannot tell blocks of different groups apart. Either way vLLM recomputes, which this
+- A failed load is reported by its blocks if a model has one KV cache group, and by its request if it has
+  several: vLLM cannot distinguish blocks of different groups. In both cases vLLM recomputes, because this
   connector asks it to.
 
-Called by the thread that runs vLLM's scheduler or worker. This package alone imports vLLM, and only the
-version it was made for: in another, what it imports may be missing or, worse, mean something else.
+The thread that runs vLLM's scheduler or worker makes all calls. Only this package imports vLLM, and only
+the version it was made for: in another version the imported names may be missing or, worse, mean something
+else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM's connector, of which it makes one beside its scheduler and one in each worker.
+"""vLLM's connector: vLLM makes one beside its scheduler and one in each worker.
 
-Each holds the matching half of `OffloadingConnector` and gives vLLM's calls to it, translated. Called by the
-thread that runs vLLM's scheduler or worker.
+Each holds the matching half of `OffloadingConnector` and passes vLLM's calls to it, translated. The thread
+that runs vLLM's scheduler or worker makes all calls.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierConnector", "KVTierMetadata", "KVTierWorkerMetadata", "logger"]
 
-logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
+logger = init_logger("vllm.kvtier")  # below vLLM's own logger: other loggers get no handler
 
 _IDLE_SECONDS = 0.005  # how long a step without tokens may wait for a transfer
-_TIER_SECONDS = 0.001  # how long one may wait for rows of a tier, instead of asking for them again at once
+_TIER_SECONDS = 0.001  # how long a step may wait for rows of a tier, instead of asking again at once
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class KVTierWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One half of kvtier's connector in vLLM's clothes."""
+    """One half of kvtier's connector, with vLLM's interface."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -104,13 +104,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counts = Counts()
         self._summary: Summary | None = None
         self._gpu_entries: Any = None
-        self._old_entries: Any = None  # of vLLM's own cache at a reset, if that left them there
-        self._shown: set[str] = set()  # requests that the core was told of
-        self._updated = False  # whether this step's output was taken in
+        self._old_entries: Any = None  # entries that vLLM's own cache kept at a reset
+        self._shown: set[str] = set()  # requests known to the core connector
+        self._updated = False  # whether this step's output was processed
         self._output = KVConnectorOutput()  # of this worker's last step; vLLM takes it in three parts
         self._in_company = _schedulers_config(vllm_config) is not vllm_config.kv_transfer_config
         self._ended = EndedRequests(vllm_config.scheduler_config.async_scheduling)
-        # Of requests that the core was not told of, since the last step.
+        # Blocks of requests unknown to the core connector, since the last step.
         self._untracked_blocks: set[int] = set()
         if ours is ConnectorRole.SCHEDULER:
             _ask_for_recompute(vllm_config)
@@ -120,7 +120,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._make_half(describe_engine(vllm_config, kv_cache_config, ours), ours)
 
     def _make_half(self, config: OffloadingConfig, role: ConnectorRole) -> None:
-        """Make all that depends on the engine's geometry."""
+        """Make everything that depends on the engine's geometry."""
         self._groups = config.groups
         self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._load_gate = LoadGate(config.groups)
@@ -133,19 +133,22 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._summary.start()
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
-        """Make what stores and loads. A subclass may use another one, e.g. with faults for a test."""
+        """Make the spec that stores and loads.
+
+        A subclass may make another one, e.g. with faults for a test.
+        """
         return OffloadingSpecFactory.create_spec(config)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Say no: a store that is lost is a later miss."""
+        """Return False: a lost store is only a later miss."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for blocks that are one run of memory, where that wins.
+        """Ask for blocks that are one run of memory, if that is faster.
 
-        In all of vLLM's layouts a layer's page is dense.
+        A layer's page is dense in all of vLLM's layouts.
         """
         return wanted_layout(vllm_config)
 
@@ -154,7 +157,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn what the pipeline stages have of a block, and make this half, which waited for it.
+        """Learn the block sizes of the pipeline stages, and make this half, which waited for them.
 
         vLLM calls it once, before the first step.
         """
@@ -169,9 +172,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._awaits_handshake = False
 
     def on_new_request(self, request: Request) -> None:
-        """Take in a request whose parameters are a client's words.
+        """Take in a request; a client wrote its parameters (`vllm_xargs` pass unchecked).
 
-        An OpenAI client's `vllm_xargs` bring them unread. Its id may be that of one which has just ended.
+        A request that has just ended may have had the same id.
         """
         self._end(self._ended.take(request.request_id))
         request.kv_transfer_params = read_params(request.kv_transfer_params)
@@ -187,34 +190,35 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         limit = self._most_to_load(request)
         tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
         if tokens is not None and self._windowed:
-            # Of a prompt that can be loaded whole vLLM computes the last token again. It must know before it
-            # gives blocks: at the far end of its window this token sees one that the next would not.
+            # If a whole prompt can be loaded, vLLM computes its last token again. vLLM must know that
+            # before it allocates blocks: the window of this token begins one token earlier than that of the
+            # next.
             tokens = min(tokens, request.num_tokens - 1 - num_computed_tokens)
         if tokens is not None and self._load_gate.must_go_first(request, tokens, self._kv_cache_manager):
             return None, False
         return tokens, bool(tokens)
 
     def _most_to_load(self, request: Request) -> int | None:
-        """Return how many tokens vLLM can be offered for a request; `None`: any number."""
+        """Return how many tokens may be offered to vLLM for a request; `None`: any number."""
         if request in self._load_gate:
-            # Its load failed, be it ours or a sibling's: vLLM 0.32 may wait for ever to begin another, since
-            # it reserves the blocks of this request against itself. A sibling that is asked after us is to
-            # offer none either.
+            # A load of this request failed, ours or a sibling connector's. vLLM 0.32 may wait for ever to
+            # begin another, since it reserves the blocks of this request against itself. A sibling that is
+            # asked after us must not offer any tokens either.
             request.skip_reading_prefix_cache |= self._in_company
             return 0
         if request.skip_reading_prefix_cache:
-            return 0  # as with prompt logprobs: vLLM computes all of it, whatever it is offered
+            return 0  # e.g. prompt logprobs: vLLM computes the whole prompt, whatever is offered
         return None
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Tell which blocks a request got; with external tokens, plan their load."""
+        """Note the blocks that a request got; with external tokens, plan their load."""
         self._load_gate.add(request)
         block_ids = blocks.get_block_ids()
         if request.request_id in self._shown:
             self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
-        else:  # another connector may load into them
+        else:  # another connector may load into these blocks
             self._untracked_blocks.update(*block_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
@@ -231,7 +235,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVTierMetadata(orders, idle)
 
     def update_connector_output(self, connector_output: VllmConnectorOutput) -> None:
-        """Take in what all workers reported."""
+        """Process the reports of all workers."""
         self._updated = True
         meta = connector_output.kv_connector_worker_meta
         reports = [] if meta is None else meta.reports
@@ -254,7 +258,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, answer_params(request, explanation)
 
     def _end(self, requests: list[Request]) -> None:
-        """Have the core forget requests. Their blocks need not be held."""
+        """Make the core connector forget requests. Their blocks need not be held."""
         for request in requests:
             self._connector.request_finished(request)
 
@@ -263,23 +267,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(self._ended) or self._connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        """Empty every tier. vLLM has tried to clear its own cache before, and may not have been able to."""
+        """Empty every tier. vLLM has tried to clear its own cache before, but may have failed."""
         entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block
         self._old_entries = entries if len(entries) else None
         return self._connector.reset_cache()
 
     def _may_hit_old_entries(self, request: Request) -> bool:
-        """Say whether a request that is new to us may be computed from what vLLM should have forgotten at a
-        reset.
-        """
+        """Say whether a request unknown to us may reuse entries that vLLM should have dropped at a reset."""
         entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
         return self._old_entries is entries and request.request_id not in self._shown
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
-        """Take what changed in the tiers. After vLLM has cleared its own cache, take what they hold.
+        """Take the tiers' changes.
 
-        vLLM then tells listeners that all blocks are cleared and cannot say of which medium: they forget the
-        tiers too.
+        After vLLM has cleared its own cache, take everything that the tiers hold.
+
+        vLLM then tells listeners that all blocks are cleared, without naming a medium, so listeners forget
+        the tiers too.
         """
         entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
         cleared, self._gpu_entries = self._gpu_entries not in (None, entries), entries
@@ -287,33 +291,33 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return [translate_event(event, self._kinds) for event in events]
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        """Take what was counted since the last call.
+        """Take the counts since the last call.
 
         On the scheduler's side vLLM calls it at the end of every step.
         """
         if self._connector.connector_scheduler is None:
             return None
-        if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
+        if not self._updated:  # vLLM does not report a step that ended without output
             self._connector.update_connector_output(KVConnectorOutput())
         self._updated = False
         return self._counts.take_changes(self._connector.connector_scheduler)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
-        """Make stats of what they were sent as."""
+        """Make stats from their transmitted form."""
         return KVTierStats(data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KVTierMetrics:
-        """Make what vLLM's /metrics show."""
+        """Make the metrics for vLLM's /metrics."""
         return KVTierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The worker's side.
 
     def get_handshake_metadata(self) -> KVTierHandshake | None:
-        """Return what the scheduler's side must know of pipeline stages; one rank tells it for all."""
+        """Return the scheduler's data about pipeline stages; one rank sends it for all."""
         worker = self._connector.connector_worker
         config = None if worker is None else worker.spec.config
         if config is None or config.rank != 0 or not config.bytes_by_rank:
@@ -321,7 +325,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVTierHandshake(config.bytes_by_rank)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Tell where vLLM keeps its KV.
+        """Pass on where vLLM keeps its KV.
 
         Layers that share another's cache belong to no group and are left out.
         """
@@ -333,7 +337,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVTierMetadata) -> None:
-        """End the stores that read what this step overwrites. vLLM calls it first in every step."""
+        """End the stores that read blocks which this step overwrites. vLLM calls it first in every step."""
         self._connector.handle_preemptions(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: KVTierMetadata) -> None:
@@ -347,9 +351,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._connector.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads. vLLM has given the forward pass to the device by now: none of them is for
-        it.
-        """
+        """Start this step's loads. None is for the current forward pass, which vLLM has already launched."""
         self._connector.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -365,9 +367,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._connector.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load is over, and of a model with several groups those whose load
-        failed.
-        """
+        """Return the requests whose load is over and, with several groups, those whose load failed."""
         if self._connector_metadata is not None and self._connector_metadata.idle:
             self._connector.wait_for_transfers(_IDLE_SECONDS)
         self._output = self._connector.take_output(finished_req_ids)
@@ -377,7 +377,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return no requests that held their blocks, and those whose load is over."""
+        """Return an empty set (no request holds its blocks), and the requests whose load is over."""
         return set(), self.get_transfer_results(finished_req_ids).finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -405,9 +405,7 @@ def _say(line: str) -> None:
 
 
 def _register(cls: type[KVTierConnector]) -> None:
-    """Let vLLM find a class by its name: what a child of a `MultiConnector` has counted is read by the name
-    alone.
-    """
+    """Register a class with vLLM: a `MultiConnector` reads its child's counts by the class name."""
     if cls.__name__ not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(cls.__name__, cls.__module__, cls.__name__)
 
@@ -416,9 +414,9 @@ _register(KVTierConnector)
 
 
 def _ask_for_recompute(vllm_config: VllmConfig) -> None:
-    """Have vLLM recompute what a load did not deliver.
+    """Have vLLM recompute blocks that a load did not deliver.
 
-    It reads the policy once the connector has been made.
+    vLLM reads the policy after the connector is made.
     """
     transfer = _schedulers_config(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
@@ -429,8 +427,8 @@ def _ask_for_recompute(vllm_config: VllmConfig) -> None:
 def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
     """Return the transfer config that vLLM's scheduler will read.
 
-    A `MultiConnector` makes its children from copies that do not lead back to it, so it is looked for among
-    our callers.
+    A `MultiConnector` makes its children from copies of the config without a reference to itself, so this
+    function searches the calling frames for it.
     """
     transfer, frame = vllm_config.kv_transfer_config, sys._getframe()
     while frame.f_back is not None:
@@ -441,8 +439,5 @@ def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
 
 
 def _takes_tokens_back(request: Request) -> bool:
-    """Say whether a request may lose tokens that it had: a streaming session does.
-
-    Its hashes would not stay true.
-    """
+    """Say whether a request may lose tokens, as a streaming session does. Its hashes would become wrong."""
     return bool(request.resumable)

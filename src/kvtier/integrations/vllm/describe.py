@@ -1,7 +1,7 @@
-"""A vLLM engine in kvtier's words: its geometry, its user's settings, and the namespace that its bytes
-belong to.
+"""A vLLM engine in kvtier's terms: its geometry, its user's settings, and the namespace of its bytes.
 
-What kvtier cannot serve is refused here, with the reason. Nothing here keeps state: any thread may call it.
+This module refuses configurations that kvtier cannot serve, with the reason. Nothing here keeps state: any
+thread may call it.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ def describe_engine(
     role: ConnectorRole = ConnectorRole.SCHEDULER,
     bytes_by_rank: BytesByRank = (),
 ) -> OffloadingConfig:
-    """Return a vLLM engine's geometry and its user's settings as kvtier wants them, or refuse what it cannot
-    serve.
+    """Return a vLLM engine's geometry and settings in kvtier's form, or refuse what kvtier cannot serve.
 
-    With pipeline stages workers ask each other here how long their blocks are, and wait for one another; the
-    scheduler's side is given it (`bytes_by_rank`).
+    With pipeline stages, workers exchange the sizes of their blocks here and wait for each other; the
+    scheduler's side gets them as `bytes_by_rank`.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     for name, reason in _UNSUPPORTED.items():
@@ -82,7 +81,7 @@ def describe_engine(
     groups = _describe_groups(kv_cache_config)
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     settings = KVTierConfig.from_dict(transfer.kv_connector_extra_config)
-    # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
+    # Only the scheduler's side sends rows out of the process: a worker need not read the weights again.
     keeps = role is ConnectorRole.SCHEDULER and settings.cpu.capacity > 0
     return OffloadingConfig(
         settings=settings,
@@ -91,21 +90,21 @@ def describe_engine(
         world_size=parallel.world_size,
         rank=parallel.rank if role is ConnectorRole.WORKER else 0,
         engine_id=transfer.engine_id,
-        launch_id=vllm_config.instance_id,  # data-parallel engines share it, but not their engine_id
+        launch_id=vllm_config.instance_id,  # shared by data-parallel engines, unlike engine_id
         namespace=_namespace(vllm_config, groups, hash_block_size, bytes_by_rank) if keeps else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
         lookahead=kv_lookahead(vllm_config),
         scheduler_apart=parallel.distributed_executor_backend != "uni",
         engine_index=parallel.data_parallel_index,
-        num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
+        num_engines=parallel.data_parallel_size,  # for dense models vLLM has set it to 1 by now
         bytes_by_rank=bytes_by_rank,
         replicas=_num_replicas(vllm_config, kv_cache_config),
     )
 
 
 def _expect_usable_loads(vllm_config: VllmConfig) -> None:
-    """Refuse kernels that take no notice of KV which is there before a prompt's first computed token."""
+    """Refuse kernels that ignore KV before a prompt's first computed token."""
     goes_on = vllm_config.scheduler_config.enable_chunked_prefill
     if current_platform.is_cpu() and vllm_config.model_config.use_mla and not goes_on:
         raise InputError(
@@ -117,8 +116,9 @@ def _expect_usable_loads(vllm_config: VllmConfig) -> None:
 def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return how many consecutive ranks hold the same KV.
 
-    With MLA all ranks of tensor parallelism do: each computes it of the same input. Where vLLM does not say
-    so of all layers, or ranks have different layers, or a draft model is there, each rank keeps its own.
+    With MLA all ranks of tensor parallelism do: each computes it from the same input. If vLLM does not
+    confirm this for all layers, or ranks have different layers, or there is a draft model, each rank keeps
+    its own.
     """
     parallel = vllm_config.parallel_config
     ranks: int = parallel.tensor_parallel_size
@@ -132,7 +132,7 @@ def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
 
 
 def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
-    """Refuse ranks that cannot meet in one pool of host memory under one scheduler."""
+    """Refuse ranks that cannot share one pool of host memory under one scheduler."""
     backend = parallel.distributed_executor_backend
     if backend == "external_launcher":
         reason = "each rank would have a scheduler of its own, and they decide by their own clocks"
@@ -143,7 +143,7 @@ def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
         raise ConfigError("distributed_executor_backend", problem)
     if (machines := parallel.nnodes_within_dp) > 1:
         raise ConfigError("nnodes", f"expected 1 for each engine, got {machines}: {_ONE_MACHINE}")
-    # Where Ray puts ranks only they can tell: all of them ask each other here, and all get the same answer.
+    # Only the ranks know where Ray has put them: they ask each other here, and all get the same answer.
     if role is ConnectorRole.WORKER and backend not in ("mp", "uni"):
         together = sum(in_the_same_node_as(get_tp_group().cpu_group))
         if together < parallel.world_size:
@@ -168,8 +168,7 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
         raise InputError(
             f"KV cache group {index}: expected one of {known}, got {type(spec).__name__}; {_INSTEAD}"
         )
-    # A layer's page is the shorter of the two strides, whichever of layers and blocks is the outer
-    # dimension.
+    # A layer's page is the shorter of the two strides, whether layers or blocks are the outer dimension.
     tensors = [
         tensor for tensor in kv_cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names)
     ]
@@ -187,9 +186,9 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
 
 
 def _tokens_kept(spec: KVCacheSpec) -> int | None:
-    """Return how many tokens before the next one vLLM keeps in a windowed group, and takes for loaded.
+    """Return how many tokens before the next one vLLM keeps in a windowed group, and expects to be loaded.
 
-    With a chain of heads that draft they are more than the window.
+    A chain of draft heads makes them more than the window.
     """
     if not isinstance(spec, SlidingWindowSpec):
         return None
@@ -197,9 +196,7 @@ def _tokens_kept(spec: KVCacheSpec) -> int | None:
 
 
 def _spec_of_layers(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec of a group's layers, which are of one type: of several the first, as vLLM's scheduler
-    has it.
-    """
+    """Return the spec of a group's layers, all of one type; of several the first, as in vLLM's scheduler."""
     return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
@@ -211,9 +208,9 @@ def _namespace(
 ) -> Namespace:
     """Begin to compute the namespace.
 
-    Which layers later pipeline stages have follows from those of the first and from the bytes of each: a
-    stage has the layers that come next, and pages of a group are of one size. Which files the weights are in
-    is found out at once: a hub's branch may move on.
+    The layers of later pipeline stages follow from those of the first and from each stage's bytes: a stage
+    has the next layers, and pages of a group have one size. The files of the weights are located at once,
+    because a hub's branch may move on.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm, weights = cache.prefix_caching_hash_algo, all_weights(vllm_config)
@@ -242,18 +239,18 @@ def _tell(namespace: Namespace) -> None:
 
 
 def _device() -> list[str]:
-    """Return what a backend on this device may fit its blocks to."""
+    """Return the device properties that a backend may adapt its blocks to."""
     if not current_platform.is_cpu():
         return [current_platform.device_type, str(current_platform.get_device_capability())]
     return ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability()]
 
 
 def kv_lookahead(vllm_config: VllmConfig) -> int:
-    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
-    token's hidden state and the token after it.
+    """Return how many later tokens the KV of a token depends on: a draft head (EAGLE, MTP) sees a token's
+    hidden state and the next token.
 
-    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
-    dependence in its own cache, so it is overlooked here too.
+    vLLM runs the head before a step's KV is stored. With `disable_eagle_block_drop` vLLM ignores the
+    dependence in its own cache, so it is ignored here too.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle_block_drop():
@@ -262,7 +259,7 @@ def kv_lookahead(vllm_config: VllmConfig) -> int:
 
 
 def summarize(config: OffloadingConfig) -> str:
-    """Say in one line what was configured."""
+    """Describe the configuration in one line."""
     settings = config.settings
     if config.num_slots == 0:
         return f"kvtier {__version__}: cpu.capacity is 0: nothing is stored and nothing is loaded"

@@ -1,9 +1,8 @@
-"""Why a request was not served from a cache: in its answer if it asks for that, and now and then in vLLM's
-log.
+"""Why a request was not served from a cache: in its answer on request, and now and then in vLLM's log.
 
 A request asks with `kv_transfer_params: {"kvtier": {"explain": true}}`, and the answer's
-`kv_transfer_params` then say where its prompt came from. Whatever else somebody sends there is left alone.
-Belongs to the scheduler thread.
+`kv_transfer_params` then say where its prompt came from. All other parameters are left alone. Belongs to
+the scheduler thread.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _ADVICE = {
     MissReason.IO_FAILED: "a transfer did not arrive",
     MissReason.TOO_SLOW: "it was given up",
 }
-"""What a line says of the misses that are somebody's loss. Others are new prompts, resets, or a choice."""
+"""The advice for misses that cost time. Other misses are new prompts, resets, or a choice."""
 
 
 def answer_params(request: Request, explanation: Explanation | None) -> dict[str, Any] | None:
-    """Return what the answer to a request carries, if the request asks for it and has run.
+    """Return the explanation for the answer, if the request asks for it and has run.
 
-    The question is taken out: a `MultiConnector` may have another child like this one, and does not take
-    two answers.
+    The question is then withdrawn: a `MultiConnector` may have another child like this one, and does not
+    accept two answers.
     """
     asked = (request.kv_transfer_params or {}).get("kvtier")
     if explanation is None or not isinstance(asked, dict) or asked.get("explain") is not True:
@@ -59,7 +58,7 @@ def answer_params(request: Request, explanation: Explanation | None) -> dict[str
 
 
 class RequestLog:
-    """Tells of requests that lost time, at most once in `INTERVAL` seconds; those in between are counted."""
+    """Logs requests that lost time, at most once in `INTERVAL` seconds; those in between are counted."""
 
     def __init__(
         self, tell: Callable[[str], None], load_deadline: float, clock: Callable[[], float] = time.monotonic
@@ -70,7 +69,7 @@ class RequestLog:
         self._withheld = 0
 
     def note(self, req_id: str, explanation: Explanation | None) -> None:
-        """Take note of a request that has ended."""
+        """Note a request that has ended."""
         problem = None if explanation is None else self._find_problem(explanation)
         if problem is None:
             return

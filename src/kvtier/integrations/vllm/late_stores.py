@@ -1,12 +1,11 @@
-"""Requests that have ended and whose last block is perhaps not stored, because steps are scheduled ahead.
+"""Requests that have ended, but whose last block may not be stored, because vLLM schedules steps ahead.
 
-With asynchronous scheduling vLLM schedules a step before the tokens of the step before it are known. The
-hash of a block that was generated is then known a step after the block is complete, and a request that ends
-there has no such step. It gets one more, without tokens: an entry in the view of the next step. vLLM has
-freed its blocks by then; where that step gives one of them to somebody else, the core stores nothing.
+With asynchronous scheduling vLLM schedules a step before the tokens of the previous step are known. The
+hash of a generated block is then known one step after the block is complete, and a request that ends there
+has no such step. It gets one more, without tokens: an entry in the view of the next step. vLLM has freed
+its blocks by then; if that step gives one of them to another request, the core stores nothing.
 
-Requests that were aborted are left out: what they have computed is not worth a rule. Belongs to the
-scheduler thread.
+Aborted requests are left out: their blocks are not worth a rule. Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ class EndedRequests:
         return len(self._requests)
 
     def add(self, request: Request) -> bool:
-        """Keep a request until the next step; `False`: there is nothing to wait for."""
+        """Keep a request until the next step; `False`: not needed for this request."""
         if not self._schedules_ahead or request.status not in _COMPLETE:
             return False
         self._requests[request.request_id] = request
         return True
 
     def entries(self) -> list[CachedRequest]:
-        """Return what the next step says of them. The token that came last has no KV."""
+        """Return the requests' entries in the next step. The last token has no KV."""
         return [
             CachedRequest(req_id, None, min(request.num_computed_tokens, request.num_tokens - 1))
             for req_id, request in self._requests.items()

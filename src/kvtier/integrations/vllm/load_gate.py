@@ -1,10 +1,9 @@
-"""The gate before a load: which requests have blocks for a load and do not run yet, and who must wait until
-they do.
+"""The gate before a load: requests with blocks that do not run yet, and who must wait for them.
 
-vLLM 0.32 can leave such requests waiting for each other for ever: it reserves too little for them where a
-window keeps blocks, and one whose load failed gives its blocks back but stays ahead of the others, which are
-not looked at while it does not fit. Nobody is asked to wait for ever here: the answer is no once the others
-run. Belongs to the scheduler thread.
+vLLM 0.32 can leave such requests waiting for each other for ever: it reserves too few blocks for them if a
+window keeps blocks; and a request whose load failed gives its blocks back but stays ahead of the others,
+which are not considered while it does not fit. The gate makes no request wait for ever: it opens once the
+others run. Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ class LoadGate:
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Note that a request got blocks, be it to load into or to run in this step."""
+        """Note that a request got blocks, to load into or to run in this step."""
         self._requests[request.request_id] = request
 
     def __contains__(self, request: Request) -> bool:
-        """Say whether a request has got blocks and has not run since. vLLM asks again only if its load
-        failed.
+        """Say whether a request has got blocks and has not run since.
+
+        vLLM asks again only if its load failed.
         """
         return request.request_id in self._requests
 
@@ -46,7 +46,7 @@ class LoadGate:
             del self._requests[req_id]
 
     def must_go_first(self, request: Request, tokens: int, manager: Any) -> bool:
-        """Say whether they must run before this request, for which `tokens` can be loaded, gets blocks."""
+        """Say whether the waiting requests must run before this one, with `tokens` to load, gets blocks."""
         may_block = self._windowed if tokens else request in self
         if not may_block:
             return False

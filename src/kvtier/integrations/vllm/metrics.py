@@ -1,7 +1,7 @@
-"""What kvtier counts, in vLLM's log and at its /metrics.
+"""kvtier's counts, in vLLM's log and at its /metrics.
 
-Counted on the scheduler's side and carried by vLLM to the process that shows it. Not for several threads at
-once.
+They are counted on the scheduler's side, and vLLM carries them to the process that shows them. Not for
+several threads at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "KVTierMetrics", "KVTierStats"]
 
-_INTERVAL = 1.0  # seconds between two looks at pool and tiers, whose slots have to be counted
+_INTERVAL = 1.0  # seconds between two reads of pool and tiers, whose slots have to be counted
 _TOTALS = tuple(field.name for field in fields(ConnectorStats))
 _TIMES = {"load_seconds": "loads", "store_seconds": "stores"}
 _EVERY_STEP = {*_TOTALS, *_TIMES}
@@ -39,10 +39,10 @@ def _metric_of(key: str) -> Metric:
 
 
 class KVTierStats(KVConnectorStats):  # type: ignore[misc]
-    """What was counted since the last step; aggregated, since the last line in the log."""
+    """The counts since the last step or, if aggregated, since the last line in the log."""
 
     def aggregate(self, other: KVConnectorStats) -> KVTierStats:
-        """Return both: counts and seconds of both, and of what has a level the later."""
+        """Return both: the sums of counts and the joined lists of seconds; of gauges the later value."""
         data = dict(self.data)
         for key, value in other.data.items():
             adds_up = key in data and _metric_of(key).kind is not MetricKind.GAUGE
@@ -54,7 +54,7 @@ class KVTierStats(KVConnectorStats):  # type: ignore[misc]
         self.data: dict[str, Any] = {}
 
     def reduce(self) -> dict[str, Any]:
-        """Return what vLLM writes to its log, which is to be read by people."""
+        """Return the text for vLLM's log, for people."""
         reduced = {}
         for key, value in self.data.items():
             metric = _metric_of(key)
@@ -70,7 +70,7 @@ class KVTierStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Counts:
-    """How far everything was when it was last looked at."""
+    """The last reported values."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._totals = _get_totals(ConnectorStats())
@@ -80,7 +80,7 @@ class Counts:
         self._seen: dict[str, float] = {}
 
     def take_changes(self, scheduler: OffloadingConnectorScheduler) -> KVTierStats | None:
-        """Take what was counted since the last call: as a rule nothing."""
+        """Take the counts since the last call; usually there are none."""
         data: dict[str, Any] = {}
         if (totals := _get_totals(scheduler.stats)) != self._totals:
             changes = zip(_TOTALS, self._totals, totals, strict=True)
@@ -93,7 +93,7 @@ class Counts:
         return KVTierStats(data) if data else None
 
     def _is_time_to_look(self, scheduler: OffloadingConnectorScheduler, changed: bool) -> bool:
-        """Say yes once a second and, as an idle engine makes no steps, when the last of its work is over."""
+        """Return True once a second, and when the engine becomes idle, as it then makes no steps."""
         now, is_idle = self._clock(), scheduler.is_idle()
         becomes_idle = is_idle and (changed or not self._was_idle)
         self._was_idle = is_idle
@@ -103,7 +103,7 @@ class Counts:
         return True
 
     def _look(self, registry: Registry) -> dict[str, Any]:
-        """Return what has changed in pool and tiers; what has a level is told if that is another."""
+        """Return the changes in pool and tiers; a gauge is reported if its value changed."""
         changes: dict[str, Any] = {}
         for metric, samples in registry.collect():
             for labels, value in samples if metric.name not in _EVERY_STEP else ():
@@ -121,7 +121,7 @@ class Counts:
 
 
 class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Counters, levels and histograms for vLLM's /metrics: `vllm:kvtier_<name>`, of tiers with a `tier`."""
+    """Metrics for vLLM's /metrics: `vllm:kvtier_<name>`; those of tiers have a `tier`."""
 
     def __init__(
         self, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
@@ -146,7 +146,7 @@ class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     self._child(name, index)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take in what was counted."""
+        """Add the counts to the metrics."""
         for key, value in transfer_stats_data.items():
             kind, child = _metric_of(key).kind, self._child(key, engine_idx)
             if kind is MetricKind.GAUGE:

@@ -1,9 +1,9 @@
-"""Pipeline stages of a vLLM engine: what all ranks and the scheduler must know of each other's layers.
+"""Pipeline stages of a vLLM engine: the data about each other's layers that ranks and scheduler need.
 
-vLLM gives a worker the KV cache config of its own stage, and the scheduler that of the first. But how long
-the images of the other ranks are decides how long a row is and where in it a rank's image lies. So the
-workers tell each other when their connectors are made, and rank 0 tells the scheduler's side by vLLM's
-handshake, which comes before the first step. Called by a worker's thread while the engine starts.
+vLLM gives a worker the KV cache config of its own stage, and the scheduler that of the first. But the
+lengths of the other ranks' images decide how long a row is and where a rank's image lies in it. So the
+workers exchange them when their connectors are made, and rank 0 sends them to the scheduler's side by
+vLLM's handshake, which comes before the first step. A worker's thread calls this while the engine starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BytesByRank = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class KVTierHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What rank 0 tells the scheduler's side."""
+    """The data that rank 0 sends to the scheduler's side."""
 
     bytes_by_rank: BytesByRank
 
@@ -34,10 +34,10 @@ class KVTierHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 def gather_bytes_by_rank(
     describe_groups: Callable[[], tuple[GroupConfig, ...]], ranks_per_stage: int
 ) -> BytesByRank:
-    """Tell the other stages how long the blocks of this one are, and return it for the ranks of all.
+    """Exchange the block sizes of all stages, and return them for all ranks.
 
-    Blocks until every stage has called it. If one stage cannot be served all of them raise, so that none
-    waits for a stage that has given up.
+    Blocks until every stage has called it. If one stage cannot be served all of them raise, so that no
+    stage waits for one that has given up.
     """
     own: tuple[int, ...] | str
     try:

@@ -1,4 +1,4 @@
-"""vLLM's steps and requests in kvtier's words, and kvtier's events in vLLM's. Nothing here keeps state."""
+"""vLLM's steps and requests in kvtier's terms, and kvtier's events in vLLM's. Nothing here keeps state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["describe_blocks", "step_view", "translate_event"]
 
 
 def step_view(output: SchedulerOutput) -> StepView:
-    """Translate a step as scheduled."""
+    """Translate a scheduled step."""
     cached = output.scheduled_cached_reqs
     return StepView(
         new=[
@@ -42,9 +42,9 @@ def step_view(output: SchedulerOutput) -> StepView:
 
 
 def describe_blocks(request: Request, start: int, stop: int, block_size: int) -> Description:
-    """Tell what the blocks of a request's tokens `[start, stop)` hold, as vLLM tells of its own."""
+    """Describe the blocks of a request's tokens `[start, stop)`, as vLLM describes its own."""
     lora = request.lora_request
-    extra, item = [], 0  # the multimodal item to go on with
+    extra, item = [], 0  # the multimodal item to continue with
     for block in range(start, stop, block_size):
         keys, item = generate_block_hash_extra_keys(request, block, block + block_size, item)
         extra.append(keys)
@@ -57,9 +57,7 @@ def describe_blocks(request: Request, start: int, stop: int, block_size: int) ->
 
 
 def translate_event(event: Any, kinds: list[str]) -> kv_events.KVCacheEvent:
-    """Make vLLM's event of ours: the same fields, with hashes and the group's kind as vLLM
-    publishes them.
-    """
+    """Convert our event to vLLM's: the same fields, with hashes and group kind in vLLM's form."""
     theirs = {
         kind: getattr(kv_events, kind.__name__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
     }

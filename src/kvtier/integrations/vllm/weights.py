@@ -1,11 +1,11 @@
-"""What identifies the weights that a vLLM engine has loaded: the content of the files that vLLM has read.
+"""The identity of the weights that a vLLM engine has loaded: the content of the files that vLLM has read.
 
 A model given by a hub's name is looked up in the local cache, as vLLM does. Weights from anywhere else (an
 object store, a daemon, a plug-in) cannot be identified, and a name is no substitute: right bytes or no
 bytes. Nothing is ever fetched.
 
-Finding the files is quick and for the engine's thread; what it returns is called by the thread of a
-`Namespace`.
+The engine's thread finds the files, which is quick; the thread of a `Namespace` then calls the returned
+functions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Weights", "all_weights", "nameless_hash"]
 
 Weights = Callable[[], Any]
-"""Returns what identifies weights as a JSON value, after reading them if need be; or raises
-`OutsideError`.
+"""Returns the identity of weights as a JSON value, and reads them if needed; or raises `OutsideError`.
 """
 
 _FILE_FORMATS = {
@@ -46,17 +45,15 @@ _FILE_FORMATS = {
 }
 """Load formats that read a model's own files and nothing else.
 
-`npcache` has a copy that may be out of date.
+(`npcache` reads a copy, which may be out of date.)
 """
 
 _ELSEWHERE = ("audio_model_id", "quantization_config_file", "text_model_id")
-"""Settings of a model's config that name more to load the weights from, outside of its folder."""
+"""Settings of a model's config that name further sources of weights, outside of its folder."""
 
 
 def nameless_hash(model: ModelConfig) -> str:
-    """Return vLLM's hash of a model's config without where the model is from: of its weights, content
-    counts.
-    """
+    """Return vLLM's hash of a model's config without its location: the weights' content counts instead."""
     nameless = copy(model)
     nameless.model = nameless.model_weights = ""
     nameless.revision = None
@@ -64,7 +61,7 @@ def nameless_hash(model: ModelConfig) -> str:
 
 
 def all_weights(vllm_config: VllmConfig) -> list[Weights]:
-    """Return the model's weights and, as its KV is cached too, those of the model that drafts."""
+    """Return the weights of the model and of the draft model, whose KV is cached too."""
     found = [_weights(vllm_config.model_config, vllm_config.load_config)]
     speculative = vllm_config.speculative_config
     draft = speculative and speculative.draft_model_config
@@ -91,7 +88,7 @@ def _refuse(name: str, load_format: str) -> Any:
 
 
 def _find_folder(model: ModelConfig, load: LoadConfig) -> Path | None:
-    """Return the folder that vLLM has read the weights from, if it was one and is known."""
+    """Return the folder from which vLLM has read the weights, if it was a folder and is known."""
     if load.load_format not in _FILE_FORMATS or model.model_weights:
         return None
     if (folder := Path(model.model)).is_dir():
@@ -106,7 +103,7 @@ def _find_folder(model: ModelConfig, load: LoadConfig) -> Path | None:
             ignore_patterns="*",
             local_files_only=True,
         )
-    except (OSError, ValueError):  # not in the cache, or no name that a hub has: another kind of store
+    except (OSError, ValueError):  # not in the cache, or not a hub's name: another kind of store
         return None
     # A branch may have moved since vLLM read it. A commit does not.
     commits = (model.revision, getattr(model.hf_config, "_commit_hash", None))

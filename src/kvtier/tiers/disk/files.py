@@ -74,7 +74,7 @@ class DiskFiles(Backend):
         self.header = header
         self._records, self._descriptions, self._slots = self._descriptors = descriptors
         self._stride, self._described = header.stride, description_stride(header.description_bytes)
-        # # One entry per slot. Memoryviews, because numpy takes a microsecond for one item.
+        # One entry per slot. Memoryviews, because numpy takes a microsecond for one item.
         self._seals = memoryview(bytearray(header.slots * SEAL_BYTES))
         self._lengths = memoryview(bytearray(header.slots * 8)).cast("q")  # 0: the slot is empty
         self.ticks: npt.NDArray[np.int64] = np.zeros(header.slots, dtype=np.int64)
@@ -185,9 +185,7 @@ class DiskFiles(Backend):
         return HEADER_BYTES + slots * RECORD_BYTES, slots * self._described, slots * self._stride
 
     def _take_space(self) -> None:
-        """Take all space that the files will ever need, or none: after a failure the new space is given
-        back.
-        """
+        """Take all space that the files will ever need, or none: after a failure the new space is freed."""
         before = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
         for descriptor, size, old in zip(self._descriptors, self._sizes(), before, strict=True):
             if old > size:
@@ -223,9 +221,7 @@ class DiskFiles(Backend):
         return [error for run in self._runs(rows) for error in self._write(run)]
 
     def _write(self, run: list[BackendRow]) -> list[OSError | None]:
-        """Write rows of adjacent slots at once; if that fails, one by one, so that only bad rows are
-        lost.
-        """
+        """Write rows of adjacent slots at once; if that fails, one by one: only bad rows are lost."""
         try:
             self._store(run)
         except OSError as error:
@@ -346,7 +342,7 @@ class DiskFiles(Backend):
             _copy_pieces(row.pieces, buffer, into_memory=True)
         return moved
 
-    # # -- beside rows -------------------------------------------------------------------------------
+    # -- beside rows -------------------------------------------------------------------------------
 
     def read_descriptions(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> tuple[bytes, ...]:
         """Return the descriptions that were kept for these slots and keys; empty where there is none."""
@@ -442,8 +438,9 @@ def _taken_by_others(parent: Path, folder: Path) -> int:
 
 
 def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
-    """Give back the space of a place beyond `slots` slots. The records, which announce rows, are cut
-    first.
+    """Give back the space of a place beyond `slots` slots.
+
+    The records, which announce rows, are cut first.
     """
     sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
     before = taken_bytes(folder)
@@ -470,9 +467,7 @@ def _refuse(parent: Path, folder: Path, capacity: int, stride: int) -> NoReturn:
 
 
 def _expect_space(parent: Path, folder: Path, needed: int) -> None:
-    """Raise `OutsideError` if the file system has no room; log how much other places take of the
-    capacity.
-    """
+    """Raise `OutsideError` if the file system has no room; log how much other places take of it."""
     statistics = os.statvfs(parent)
     free = statistics.f_bavail * statistics.f_frsize + taken_bytes(folder)
     if needed > free:

@@ -25,8 +25,9 @@ _BODY_AT = 20
 
 
 class DiskHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about all slots. `written`: the count of the write limit, an hour and the bytes of 24
-    hours.
+    """The facts about all slots.
+
+    `written`: the count of the write limit, an hour and the bytes of 24 hours.
     """
 
     namespace: str

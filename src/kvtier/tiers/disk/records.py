@@ -42,8 +42,9 @@ _SCOPE, _LENGTH, _NAMED, _KEY_START, _SEAL, _TICK = 0, 1, 2, 3, 4, 6
 
 
 class FoundRecords(NamedTuple):
-    """The records of a scope, by ascending slot. Of two records with the same key, only the newer is
-    kept.
+    """The records of a scope, by ascending slot.
+
+    Of two records with the same key, only the newer is kept.
     """
 
     slots: npt.NDArray[np.int64]

@@ -67,8 +67,9 @@ class _Opened(NamedTuple):
 
 
 class DiskTier(SlotTier):
-    """Rows of one namespace in a folder. `namespace()` is called until it is known. `rank`:
-    data-parallel.
+    """Rows of one namespace in a folder.
+
+    `namespace()` is called until it is known. `rank`: data-parallel.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class DiskTier(SlotTier):
         self._headers = threading.Lock()  # for headers of places; on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
-        # # Restored rows that are not announced yet: their slots in order; a flag per slot; whether any is
+        # Restored rows that are not announced yet: their slots in order; a flag per slot; whether any is
         # left.
         self._to_announce = _NO_SLOTS
         self._silent = np.zeros(0, dtype=np.bool_)
@@ -183,8 +184,7 @@ class DiskTier(SlotTier):
         return _Opened(files, table, scope, newest)
 
     def _share(self) -> tuple[int, int]:
-        """Return this rank's share of the capacity, and how many bytes of it are free of other ranks'
-        files.
+        """Return this rank's share of the capacity, and how many bytes of it are free of other ranks' files.
 
         The share does not include files left by ranks beyond the current number. While other ranks hold
         more than their share, less is free: running ranks give it back when they open. So the tier waits
@@ -362,8 +362,7 @@ class DiskTier(SlotTier):
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
         if self._epoch_saving and (self._files is None or self._writable() is not None):
-            # # So that no row comes back after a kill right now. A write to the page cache takes
-            # microseconds.
+            # So that no row comes back after a kill right now. A write to the page cache takes microseconds.
             self._epoch_written.wait(_RESET_WAIT)
 
     def _save_epoch(self) -> None:

@@ -38,9 +38,7 @@ __all__ = ["ValkeyBackend"]
 _Answer = TypeVar("_Answer")
 
 _EXCHANGE_BYTES = 16 << 20
-"""The most bytes of one exchange, beyond the first row: a server keeps the answers to all rows in
-memory.
-"""
+"""The most bytes of one exchange, beyond the first row: a server keeps the answers to all rows in memory."""
 _EXCHANGE_ROWS = 1024
 
 
@@ -50,8 +48,9 @@ class ValkeyBackend(Backend):
     contains_batch = _EXCHANGE_ROWS
 
     def __init__(self, config: ValkeyConfig, row_bytes: int, *, timeout: float) -> None:
-        """Prepare the backend; the first call connects. `row_bytes` separates engines with other chunk
-        sizes.
+        """Prepare the backend; the first call connects.
+
+        `row_bytes` separates engines with other chunk sizes.
         """
         self._endpoint = Endpoint.from_config(config)
         self._endpoint.warn_of_open_files()
@@ -155,9 +154,7 @@ class ValkeyBackend(Backend):
 
     @contextmanager
     def _connection(self) -> Iterator[RespConnection]:
-        """Lend a connection for one exchange. It is kept after a success; a failure closes all idle
-        ones.
-        """
+        """Lend a connection for one exchange. It is kept after a success; a failure closes all idle ones."""
         deadline = time.monotonic() + self._timeout
         if not self._room.acquire(timeout=self._timeout):
             raise TimeoutError(errno.ETIMEDOUT, "all connections were busy")

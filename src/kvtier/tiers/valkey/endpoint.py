@@ -159,7 +159,7 @@ class Endpoint:
         if name is None:
             return None
         try:
-            # # A pipe without a writer is read as empty, without waiting; it could not be read at each
+            # A pipe without a writer is read as empty, without waiting; it could not be read at each
             # connect.
             with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
                 password = (file.read(_MOST_PASSWORD) or b"").rstrip(b"\r\n")

@@ -149,9 +149,7 @@ class RespConnection:
         return head if isinstance(head, OSError) else _number(head)
 
     def read_length(self) -> int | OSError | None:
-        """Read the head of a value: the number of bytes that follow, `None` if there is no value, or the
-        error.
-        """
+        """Read the head of a value: the bytes that follow, `None` if there is no value, or the error."""
         head = self._read_head(b"$")
         if isinstance(head, OSError):
             return head
