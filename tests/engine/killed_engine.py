@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.engine.drive import tokens
-from tests.engine.tier_kit import disk_engine, manager_of
+from tests.engine.tier_kit import disk_engine, manager_of, settle
 
 from kvtier.engine import SamplingParams
 
@@ -17,7 +17,7 @@ def main() -> None:
     """Compute some prompts, say when their rows are on disk, and go on with others."""
     engine = disk_engine(Path(sys.argv[1]))
     engine.generate([tokens(33, seed=seed) for seed in range(4)], SamplingParams(max_tokens=4))
-    engine.drain()
+    settle(engine)
     (stats,) = manager_of(engine).tier_stats()
     print(stats.demoted, flush=True)
     seed = 4

@@ -7,18 +7,21 @@ steps until its deadline.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 
 import pytest
 from tests.engine.fleet_engine import LOAD_DEADLINE
-from tests.engine.test_fleet import FleetEngine
+from tests.engine.test_fleet import PATIENCE, FleetEngine
 from tests.tiers.server_kinds import ServerKind, serve_mooncake, serve_objects, serve_valkey
 
 UNDELAYED = 40
 """Steps of a request of 33 tokens that waits for nobody, at most."""
+WAITING = 20
+"""Steps of one that waits for a deadline, at least: it looks every few milliseconds."""
 
 
 @dataclass
@@ -48,9 +51,9 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_one_computes_and_another_loads(fleet: Fleet) -> None:
-    first, second = (engine.ask(1) for engine in fleet.engines)
+    first = fleet.engines[0].ask(1)
     assert (first["tiers"], first["recomputed"]) == ({}, 33)
-    assert (second["tiers"], second["recomputed"]) == ({fleet.name: 32}, 1)
+    expect_shared(fleet)
 
 
 def expect_one_delay(fleet: Fleet, engine: FleetEngine) -> None:
@@ -63,34 +66,36 @@ def expect_one_delay(fleet: Fleet, engine: FleetEngine) -> None:
         (suspended if is_suspended else answers).append(answer)
     assert max(answer["steps"] for answer in suspended) < UNDELAYED
     undelayed = max(answer["seconds"] for answer in suspended)
-    delays = [answer for answer in answers if answer["seconds"] >= LOAD_DEADLINE + undelayed]
+    waited = [answer for answer in answers if answer["steps"] >= WAITING]  # others were just held up
+    delays = [answer for answer in waited if answer["seconds"] >= LOAD_DEADLINE + undelayed]
     assert len(delays) <= 1
 
 
-def expect_taken_back(fleet: Fleet) -> None:
-    """Expect that what one engine computes comes to the other again.
+def expect_shared(fleet: Fleet) -> None:
+    """Expect that what one engine computes comes to the other.
 
-    One that has not noticed that the server was away has connections that lead nowhere: it may miss once.
+    One that has not noticed that the server was away has connections that lead nowhere: it may miss once. On
+    a busy machine a load may be late, and the tier suspended for a while.
     """
     one, other = fleet.engines
-    for engine in fleet.engines:
-        engine.wait_for("open")
-    found = []
-    for seed in islice(fleet.seeds, 5):
-        one.ask(seed)
-        found.append(other.ask(seed)["tiers"])
-        if found[-1] == {fleet.name: 32}:
-            return
+    until = time.monotonic() + PATIENCE
+    while True:
         for engine in fleet.engines:
             engine.wait_for("open")
-    raise AssertionError(f"expected that a prompt is loaded, found {found}")
+        seed = next(fleet.seeds)
+        one.ask(seed)
+        found = other.ask(seed)
+        if found["tiers"] == {fleet.name: 32}:
+            assert found["recomputed"] == 1
+            return
+        assert time.monotonic() < until, f"expected that a prompt is loaded, found {found}"
 
 
 def test_a_dead_server_delays_one_request_once(fleet: Fleet) -> None:
     fleet.server.kill()
     expect_one_delay(fleet, fleet.engines[0])
     fleet.server.start()
-    expect_taken_back(fleet)
+    expect_shared(fleet)
 
 
 def test_a_silent_server_delays_one_request_once(fleet: Fleet) -> None:
@@ -99,4 +104,4 @@ def test_a_silent_server_delays_one_request_once(fleet: Fleet) -> None:
         expect_one_delay(fleet, fleet.engines[1])
     finally:
         fleet.server.send_signal(signal.SIGCONT)
-    expect_taken_back(fleet)
+    expect_shared(fleet)

@@ -35,6 +35,14 @@ def hold(engine: Engine, source: str, target: str) -> threading.Event:
     return released
 
 
+def await_loads(engine: Engine) -> None:
+    """Wait until what is on its way from the pool has come."""
+    assert engine.worker is not None
+    assert engine.worker.connector_worker is not None
+    handler = engine.worker.connector_worker._handlers["CPU", "GPU"]
+    assert handler.wait(set(handler._jobs), 60)  # type: ignore[attr-defined]
+
+
 def engine_that_forgot(prompt: list[int], windows: Sequence[int | None], **settings: Any) -> Engine:
     """Return an engine that has a prompt in its tier only."""
     engine = engine_with(windows, **settings)
@@ -63,8 +71,17 @@ def test_it_waits_for_nobody_who_can_run(windows: Sequence[int | None]) -> None:
         params = SamplingParams(max_tokens=20)
         engine.add_request(tokens(5, seed=9), params, request_id="busy")
         engine.step()
-        again = ask(engine, tokens(32), "again")
-        assert again.source.tiers["cpu"] == 31
+        released = hold(engine, "CPU", "GPU")
+        engine.add_request(tokens(32), params, request_id="again")
+        for _ in range(10):
+            engine.step()
+        assert len(engine._scheduler.loading) == 1
+        assert engine.speculation.runs == 0
+        released.set()
+        await_loads(engine)  # or the other might be over before the load is
+        outputs = run(engine)
+        assert outputs["again"].token_ids == expect(engine, tokens(32), params)
+        assert outputs["again"].source.tiers["cpu"] == 31
         assert engine.speculation.runs == 0
 
 

@@ -54,9 +54,10 @@ def engine_with(
 ) -> Engine:
     """Make a toy engine with a pool of `rows` chunks.
 
-    Loads are never too slow to be worth it: the clock decides nothing.
+    Loads are never too slow to be worth it, nor late unless told so: the clock decides nothing.
     """
-    kvtier: dict[str, Any] = {name: settings.pop(name) for name in KVTIER_SETTINGS if name in settings}
+    kvtier: dict[str, Any] = {"load_deadline": "60s", "store_deadline": "60s"}
+    kvtier |= {name: settings.pop(name) for name in KVTIER_SETTINGS if name in settings}
     kvtier |= {
         "cpu": {"capacity": rows * ROW, "policy": settings.pop("policy", "lru")},
         "load_if_faster": False,

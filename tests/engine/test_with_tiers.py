@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
-from tests.engine.tier_kit import MemoryTiers, disk_engine, manager_of, tiered_engine
+from tests.engine.tier_kit import PATIENCE, MemoryTiers, disk_engine, manager_of, settle, tiered_engine
 
 from kvtier.engine import Engine, SamplingParams
 from kvtier.offload import MissReason
@@ -32,7 +32,7 @@ def ask(engine: Engine, prompt: list[int], name: str, max_tokens: int = 4) -> An
 
 def forget(engine: Engine) -> None:
     """Make the engine and the pool forget everything, but not the tier."""
-    engine.drain()
+    settle(engine)
     engine.reset_prefix_cache()
     manager_of(engine).pool.reset_cache()
 
@@ -57,6 +57,7 @@ def test_what_the_pool_has_forgotten_comes_from_the_tier(windows: Sequence[int |
 def test_an_engine_starts_warm_from_disk(windows: Sequence[int | None], tmp_path: Path) -> None:
     with disk_engine(tmp_path, windows) as engine:
         ask(engine, tokens(33), "first")
+        settle(engine)
         expect_idle(engine)
     with disk_engine(tmp_path, windows) as engine:
         again = ask(engine, tokens(33), "again")
@@ -134,7 +135,7 @@ def count_steps(engine: Engine, prompt: list[int], name: str) -> int:
 def expect_sleep(engine: Engine) -> None:
     """Expect that an engine without requests need not step, as soon as nothing has moved for a second."""
     assert engine.connector is not None
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + PATIENCE
     while engine.connector.has_pending_push_work():
         assert time.monotonic() < until, "an idle engine is kept stepping"
         engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from kvtier.tiers.base import Backend, Tier
 
 ROW = 4096
 ONE_GROUP: tuple[int | None, ...] = (None, None)
+PATIENCE = 60.0
+"""How long a busy machine may take. Loads have as long, unless a test is about those that are late."""
 
 
 @dataclass
@@ -70,6 +73,7 @@ def shared_engine(
     kvtier = {
         "cpu": {"capacity": rows * ROW},
         "load_if_faster": False,
+        "load_deadline": PATIENCE,
         "tiers": [{"valkey": {"url": "valkey://in.memory"}}],
     } | (settings or {})
     return Engine(
@@ -84,6 +88,7 @@ def server_engine(
     kvtier = {
         "cpu": {"capacity": 64 * ROW},
         "load_if_faster": False,
+        "load_deadline": PATIENCE,
         "tiers": [tier],
     } | settings
     return Engine(ToyModel(windows), _engine_config({}), KVTierConfig.from_dict(kvtier), weights_id="toy")
@@ -106,11 +111,12 @@ def tiered_engine(
 ) -> Engine:
     """Make a toy engine with a pool of `rows` chunks over a tier.
 
-    Nothing is too slow to be worth it unless told so.
+    Nothing is too slow to be worth it, or late, unless told so.
     """
     kvtier = {
         "cpu": {"capacity": rows * ROW},
         "load_if_faster": False,
+        "load_deadline": PATIENCE,
         "tiers": [{"disk": {"path": "in memory", "capacity": tiers.num_slots * ROW, "write": write}}],
     } | (settings or {})
     return Engine(
@@ -123,6 +129,7 @@ def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engin
     kvtier = {
         "cpu": {"capacity": 64 * ROW},
         "load_if_faster": False,
+        "load_deadline": PATIENCE,
         "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB", "required": True}}],
     }
     config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "kv_events": True} | engine)
@@ -136,3 +143,20 @@ def manager_of(engine: Engine) -> TieredOffloadingManager:
     manager = engine.connector.connector_scheduler.manager
     assert isinstance(manager, TieredOffloadingManager)
     return manager
+
+
+def num_unwritten(engine: Engine) -> int:
+    """Count the rows that were offered to a tier and that nothing has become of, once for each tier."""
+    demotions = manager_of(engine)._demotions
+    return len(demotions) + sum(len(queue.offers) for queue in demotions._queues.values())
+
+
+def settle(engine: Engine) -> None:
+    """Step until all that was offered to tiers is written. A drain ends when nothing has moved for a second,
+    which on a busy machine says nothing.
+    """
+    until = time.monotonic() + PATIENCE
+    engine.drain()
+    while unwritten := num_unwritten(engine):
+        assert time.monotonic() < until, f"{unwritten} rows are not written"
+        engine.step()
