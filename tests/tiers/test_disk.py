@@ -32,6 +32,7 @@ from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
 from kvtier.tiers.disk.folder import taken_bytes
+from kvtier.tiers.io_threads import Direction
 
 SLOT_BYTES = ROW_BYTES + 128 + 576
 FIXED_BYTES = 20480
@@ -614,6 +615,23 @@ def test_beyond_the_write_limit_rows_must_be_offered_twice(tmp_path: Path) -> No
         assert driver.demote(5)[1] == []
         assert driver.demote(3, 6)[1] == keys(3)
         driver.wait(lambda: driver.tier.lookup(key(3)) is True)
+
+
+def test_rows_that_were_not_written_do_not_count_against_the_write_limit(tmp_path: Path) -> None:
+    """A disk that is suspended again and again had used up its day, and written nothing."""
+    with opened(tmp_path, settings={"write_limit": 2 * ROW_BYTES}) as driver:
+        tier = disk(driver)
+        tier._io.hold(Direction.DEMOTE)
+        for _ in range(5):
+            job, taken = driver.demote(1, 2)
+            assert taken == keys(1, 2)
+            assert tier.withdraw(job, keys(2)) == keys(2)
+            tier._suspend("a test")
+            driver.wait(lambda: tier.explain(key(1)) is not TierMiss.WRITING)
+            tier._end_probe(None, None)
+        tier._io.resume(Direction.DEMOTE)
+        driver.store(1, 2)
+        assert driver.demote(3)[1] == []
 
 
 def test_a_write_limit_below_the_number_of_ranks_is_still_one(tmp_path: Path) -> None:

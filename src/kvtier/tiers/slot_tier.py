@@ -284,6 +284,7 @@ class SlotTier(IOTier):
     def _note_dropped(self, rows: JobRows) -> None:
         """Give up rows that were taken for demotion but never written."""
         self._counts["dropped"] += len(rows)
+        self._limit.give_back(rows.nbytes)
         if self._table is not None:
             self._misses.note(self._table.unwritten(_array(rows.places)), TierMiss.REFUSED)
 

@@ -38,6 +38,12 @@ class WriteLimit:
         self._turn()
         self._written[self._hour % _HOURS] += nbytes
 
+    def give_back(self, nbytes: int) -> None:
+        """Count no more what was to be written and was not, as far as that was in this hour."""
+        self._turn()
+        at = self._hour % _HOURS
+        self._written[at] = max(0, self._written[at] - nbytes)
+
     def save(self) -> list[int]:
         """Return the state for a later process: the hour, and the bytes of each of 24 hours."""
         return [self._hour, *self._written]
