@@ -476,7 +476,8 @@ def test_a_publisher_that_fails_for_a_while_loses_no_events(caplog: pytest.LogCa
             engine.drain()
         consumer.apply(batches.take())
         assert consumer.held["GPU"] == Counter(engine._cache._found_by.keys())
-        assert len(consumer.held["CPU"]) == engine.connector.connector_scheduler.manager.stats().ready  # type: ignore
+        manager = engine.connector.connector_scheduler.manager  # type: ignore
+        assert len(consumer.held["CPU"]) == manager.stats().ready
     failures = [line for line in caplog.messages if "the publisher failed with" in line]
     assert len(failures) == 4, "one for each time that it began to fail"
 

@@ -274,7 +274,7 @@ def test_an_overflow_converts_hashes() -> None:
 def test_an_overflow_survives_what_it_cannot_read() -> None:
     state = PublishedState(EventEncoder())
     overflow = Overflow("count", DRAFT)
-    junk: list[Any] = [object(), stored([2], lora_name=object()), BlockRemoved(7, None)]  # type: ignore[arg-type]
+    junk: list[Any] = [object(), stored([2], lora_name=object()), BlockRemoved(7, None)]  # type: ignore
     overflow.add(ranked([stored([1]), *junk]))
     overflow.add(ranked([stored([1])], rank=[]))  # type: ignore[arg-type]
     overflow.apply(0, state)
