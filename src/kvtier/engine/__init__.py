@@ -1,8 +1,6 @@
 """A small real engine: paged KV, prefix cache, continuous batching, preemption; Llama-family models.
 
-Needs torch.
-
-It is the reference host of the connector: `engine.py` shows the order of calls in a step.
+It needs torch. It is the reference host of the connector: `engine.py` shows the order of calls in a step.
 """
 
 from kvtier.engine.config import EngineConfig

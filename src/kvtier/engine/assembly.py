@@ -1,6 +1,6 @@
-"""The parts of an engine: a decoder, KV tensors, the description of them that kvtier wants, limits, batches.
+"""The parts of an engine: a decoder, KV tensors, their description for kvtier, limits, batches.
 
-Functions of configs; nothing is kept. Any thread.
+These are functions of configs, without state. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _BLOCK_BYTES = 256
-"""What the cache's books take for a block, about."""
+"""The approximate bytes of the cache's records for a block."""
 
 
 def make_decoder(model: ModelConfig, weights: Mapping[str, Tensor], config: EngineConfig) -> Decoder:
@@ -52,7 +52,7 @@ def make_decoder(model: ModelConfig, weights: Mapping[str, Tensor], config: Engi
 
 
 def expect_room(model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup]) -> None:
-    """Raise `ConfigError` if the blocks cannot be had in host memory, before one of them is made."""
+    """Raise `ConfigError` if the blocks do not fit into host memory, before any of them is made."""
     bytes_per_block = _BLOCK_BYTES
     if config.device == "cpu":
         layers = max(len(group.layer_names) for group in groups)
@@ -65,7 +65,7 @@ def expect_room(model: ModelConfig, config: EngineConfig, groups: Sequence[Cache
 
 
 def find_max_model_len(model: ModelConfig, config: EngineConfig, cache: KVCache) -> int:
-    """Return how many tokens a request can have: what was asked for, or as the model and the cache allow."""
+    """Return the most tokens of a request: the configured number, and no more than model and cache allow."""
     asked, positions = config.max_model_len, model.max_position_embeddings
     if asked is not None and asked > positions:
         raise ConfigError(
@@ -109,7 +109,7 @@ def describe_cache(
 ) -> OffloadingConfig:
     """Describe the engine's cache to kvtier.
 
-    Weights without an id are taken to be like no others; files are hashed later.
+    Weights without an id count as equal to no others; files are hashed later.
     """
     token_bytes = _token_bytes(model, config)
     described = tuple(
@@ -148,7 +148,7 @@ def _namespace(name: Callable[..., str], weights_id: Any) -> str | Namespace:
 def make_batch(
     slices: Sequence[RequestSlice], num_groups: int, block_size: int, device: str
 ) -> ForwardBatch:
-    """Flatten slices to rows, and say for each row which token of each group's cache it writes."""
+    """Flatten slices to rows, with the place in each group's cache that each row writes."""
     tokens = [token for request, start, end in slices for token in request.tokens[start:end]]
     positions = [position for _, start, end in slices for position in range(start, end)]
     places = [
@@ -171,6 +171,6 @@ def make_batch(
 
 
 def _send(lists: list[list[int]], device: str) -> tuple[Tensor, ...]:
-    """Put lists on the device in one copy."""
+    """Copy lists to the device in one copy."""
     together = torch.tensor(list(chain.from_iterable(lists)), device=device)
     return torch.split_with_sizes(together, [len(values) for values in lists])

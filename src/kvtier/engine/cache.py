@@ -1,17 +1,17 @@
-"""The paged KV cache's books: which block is whose, which blocks can serve a prefix again, and who leaves
-first.
+"""The records of the paged KV cache: which request holds which block, which blocks can serve a prefix again,
+and which block is reused first.
 
 Block ids come from one range and name a place in every tensor, so a block belongs to one group at a time.
-Block 0 is the null block: it stands where a sliding window has left no block, is never handed out and never
+Block 0 is the null block: it stands where a sliding window has left no block, and is never allocated or
 written. Guarantees:
 
 - a block is free, or held by the requests whose tables name it (`ref_count`), never both;
-- free blocks with content stay findable until they are handed out, least recently freed first; of a freed
-  sequence the tail is handed out before the head, so that what is left is still a prefix;
-- events, replayed, give exactly the findable blocks; without windows a parent is announced before its
-  children.
+- free blocks with content can be found until they are allocated again, least recently freed first. The tail
+  of a freed sequence is allocated before its head, so that the rest is still a prefix;
+- events, replayed, give exactly the blocks that can be found; without windows a parent is announced before
+  its children.
 
-Positions count blocks from the head of a sequence. No tensors here. Called by the scheduler's thread only.
+Positions count blocks from the head of a sequence. There are no tensors here. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CacheGroup:
     sliding_window: int | None = None
 
     def first_needed(self, num_computed: int) -> int:
-        """Return the first token that the next one, at `num_computed`, looks back at."""
+        """Return the first token that the token at `num_computed` attends to."""
         return 0 if self.sliding_window is None else max(0, num_computed - self.sliding_window + 1)
 
 
@@ -60,7 +60,7 @@ def group_layers(
 
 
 class Block:
-    """One block: its id, how many requests hold it, and what it contains if it can be found."""
+    """One block: its id, the number of requests that hold it, and its content's key if it can be found."""
 
     __slots__ = ("block_id", "key", "ref_count")
 
@@ -77,15 +77,15 @@ class Block:
 class BlockTable:
     """The blocks of one request: for each group a row of ids, in which leading positions may be null.
 
-    Empty: it has none.
+    It is empty if the request has no blocks.
     """
 
     rows: BlockIds = ()
     num_null: list[int] = field(default_factory=list)
     num_entered: int = 0
-    """Leading positions that have been entered into the prefix cache, or came from it."""
+    """The number of leading positions that are in the prefix cache or came from it."""
     epoch: int = 0
-    """Which reset of the cache its content is younger than."""
+    """The number of resets of the cache before the table's content was computed."""
 
     def block_ids(self) -> BlockIds:
         """Return a copy of the rows."""
@@ -93,12 +93,12 @@ class BlockTable:
 
     @property
     def num_held(self) -> int:
-        """The blocks that the request holds, over all groups."""
+        """The number of blocks that the request holds, over all groups."""
         return sum(map(len, self.rows)) - sum(self.num_null)
 
 
 class KVCache:
-    """Hands out blocks, takes them back, and finds prefixes in them."""
+    """The blocks of the engine: it allocates them, takes them back, and finds prefixes in them."""
 
     def __init__(
         self,
@@ -118,33 +118,31 @@ class KVCache:
         self._free = OrderedDict((block.block_id, block) for block in self._blocks[1:])
         self._found_by: dict[CacheKey, Block] = {}
         self.epoch = 0
-        """How often the cache was reset."""
+        """The number of resets of the cache."""
         self._events: list[KVCacheEvent] | None = [] if events else None
 
     # -- room --------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """The number of blocks that no request holds."""
         return len(self._free)
 
     def most_blocks(self, num_computed: int, num_tokens: int) -> int:
-        """Return the most blocks that a request holds at once while tokens `[num_computed, num_tokens)` are
-        computed.
-        """
+        """Return the most blocks that a request holds while it computes `[num_computed, num_tokens)`."""
         total = 0
         for group in self.groups:
             blocks = self._blocks_of(num_tokens)
             if (
                 group.sliding_window is not None
-            ):  # a window and a slice behind it, wherever in a block they begin
+            ):  # a window and the slice behind it, which may begin anywhere in a block
                 span = group.sliding_window - 1 + min(self._max_slice, num_tokens - num_computed)
                 blocks = min(blocks, self._blocks_of(span - 1) + 1)
             total += blocks
         return total
 
     def longest_request(self, limit: int) -> int:
-        """Return how many tokens, up to `limit`, a request can have if it is alone."""
+        """Return the number of tokens, up to `limit`, that a request can have if it is alone."""
         usable = len(self._blocks) - 1
         if self.most_blocks(0, limit) <= usable:
             return limit
@@ -154,8 +152,9 @@ class KVCache:
         return blocks * self.block_size
 
     def blocks_to_take(self, request: Request, local: int, end: int) -> int:
-        """Return the most free blocks that a request's tokens and one more can cost after `open(request,
-        local, end)`.
+        """Return the most free blocks that all tokens of a request and one more can take.
+
+        The request is opened with `open(request, local, end)`.
         """
         shared = sum(block.ref_count > 0 for row in self._prefix_rows(request, local, end) for block in row)
         return self.most_blocks(min(end, request.num_tokens - 1), request.num_tokens + 1) - shared
@@ -166,26 +165,22 @@ class KVCache:
     # -- finding -----------------------------------------------------------------------------------
 
     def find_prefix(self, request: Request) -> int:
-        """Return how many leading tokens can be had from the cache: whole blocks, and never the
-        last token.
-        """
+        """Return the number of leading tokens in the cache: whole blocks, and never the last token."""
         if not self._prefix_caching:
             return 0
         hashes = request.block_hashes
         length, shorter = -1, (request.num_tokens - 1) // self.block_size
-        while length != shorter:  # a group that shortens the prefix moves the windows of the others
+        while length != shorter:  # if one group shortens the prefix, the windows of the others move
             length = shorter
             for index in range(len(self.groups)):
                 shorter = self._longest(index, hashes, shorter)
         return length * self.block_size
 
     def _longest(self, index: int, hashes: Sequence[BlockHash], limit: int) -> int:
-        """Return the longest prefix, in blocks up to `limit`, for which a group has what its
-        window needs.
-        """
+        """Return the longest prefix, in blocks up to `limit`, for which a group has all needed blocks."""
         if self.groups[index].sliding_window is None:
             return next((i for i in range(limit) if (hashes[i], index) not in self._found_by), limit)
-        end = limit  # positions [position, end) are there
+        end = limit  # positions [position, end) are in the cache
         for position in reversed(range(limit)):
             if (hashes[position], index) not in self._found_by:
                 end = position
@@ -194,9 +189,7 @@ class KVCache:
         return end
 
     def _prefix_rows(self, request: Request, local: int, end: int) -> list[list[Block]]:
-        """Return by group the cached blocks of a prefix of `local` tokens that are needed when computing
-        begins at `end`.
-        """
+        """Return by group the cached blocks, in the first `local` tokens, that computing at `end` needs."""
         hashes, stop, computed = (
             request.block_hashes,
             local // self.block_size,
@@ -213,16 +206,15 @@ class KVCache:
     # -- holding -----------------------------------------------------------------------------------
 
     def open(self, request: Request, local: int, end: int) -> BlockTable:
-        """Give a request its cached prefix of `local` tokens, and new blocks for tokens `[local, end)` that
-        will be loaded.
+        """Give a request its cached prefix of `local` tokens, and new blocks to load tokens `[local, end)`.
 
-        Positions that computing from `end` on never looks at are null. The caller has made sure that there
-        is room.
+        Positions that computing from `end` on does not need are null. The caller has made sure that there is
+        room.
         """
         computed = min(end, request.num_tokens - 1)  # the last token is computed even if it was loaded
         prefix = self._prefix_rows(request, local, end)
         for block in (block for blocks in prefix for block in blocks):
-            self._hold(block)  # all of them before any is taken: taking evicts
+            self._hold(block)  # hold all before taking any, because taking evicts
         num_null = [self._first_position(index, computed) for index in range(len(self.groups))]
         rows = tuple(
             [NULL_BLOCK] * null + [block.block_id for block in blocks]
@@ -233,7 +225,7 @@ class KVCache:
         return table
 
     def extend(self, table: BlockTable, num_computed: int, num_tokens: int) -> BlockIds | None:
-        """Make room for tokens `[num_computed, num_tokens)`, first dropping what windows have left behind.
+        """Make room for tokens `[num_computed, num_tokens)`; first drop blocks that windows have passed.
 
         Return the new block ids by group; `None`: there are not enough free blocks, and none was taken.
         """
@@ -287,13 +279,13 @@ class KVCache:
         block.ref_count -= 1
         if block.ref_count == 0:
             self._free[block_id] = block
-            if block.key is None:  # nothing is lost with it, so it goes before all that have content
+            if block.key is None:  # nothing is lost with it, so it is reused before blocks with content
                 self._free.move_to_end(block_id, last=False)
 
     # -- content -----------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
-        """Make the request's full, computed blocks findable, and announce them."""
+        """Enter the request's full, computed blocks into the prefix cache, and announce them."""
         table, hashes = request.table, request.block_hashes
         if not self._prefix_caching or table.epoch != self.epoch:
             return
@@ -312,12 +304,11 @@ class KVCache:
         return True
 
     def reset(self, *, tiers_too: bool = True) -> None:
-        """Make nothing findable.
+        """Forget the content of all blocks.
 
-        Blocks in use stay in use, but what is computed on top of them is not entered any more.
-
-        `AllBlocksCleared` names no medium, so it is told only if the tiers are emptied too; else every block
-        is named.
+        Blocks in use stay in use, but KV that is computed after them is not entered any more.
+        `AllBlocksCleared` names no medium, so it is announced only if the tiers are emptied too; else the
+        removal of every block is announced.
         """
         for event in (AllBlocksCleared(),) if tiers_too else map(_removed, self._found_by):
             self._tell(event)
@@ -340,7 +331,7 @@ class KVCache:
             self._events.append(event)
 
     def _announce(self, request: Request, index: int, positions: Iterable[int]) -> None:
-        """Tell of each run of consecutive positions."""
+        """Announce each run of consecutive positions."""
         if self._events is not None:
             for _, run in groupby(enumerate(positions), key=lambda item: item[1] - item[0]):
                 consecutive = [position for _, position in run]
@@ -366,9 +357,7 @@ class KVCache:
     # -- integrity ---------------------------------------------------------------------------------
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Raise `IntegrityError` unless the books agree with these tables, which must be all that have
-        blocks.
-        """
+        """Raise `IntegrityError` unless the records agree with all tables that have blocks."""
         refs = Counter(block_id for table in tables for row in table.rows for block_id in row)
         null, *blocks = self._blocks
         for block in blocks:

@@ -1,7 +1,7 @@
 """`EngineConfig`: the settings of the engine, validated once, with the name of the bad field in the error.
 
-Sizes are counts of blocks and tokens; where KV goes beyond them is `KVTierConfig`'s business. Pure; any
-thread.
+Sizes are counts of blocks and tokens. `KVTierConfig` sets where KV goes beyond them. An `EngineConfig` is
+immutable; any thread may use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KV_LAYOUTS = ("blocks_first", "kv_first")
 _DEVICES = ("cpu", "cuda")
 _NUMBER = re.compile("(?<=^cuda):[0-9]{1,3}$")
 _MOST = (1 << 31) - 1
-"""No count is higher: block ids and tokens are 32-bit numbers on the device."""
+"""The highest count: block ids and tokens are 32-bit numbers on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,29 +27,29 @@ class EngineConfig:
     """The engine's memory, its batch, and how it computes."""
 
     num_blocks: int
-    """Blocks of the paged cache. Block 0 is the null block and holds nothing."""
+    """The number of blocks in the paged cache. Block 0 is the null block and holds nothing."""
     block_size: int = 16
-    """Tokens of one block."""
+    """The number of tokens in a block."""
     max_num_seqs: int = 16
-    """Requests that run or load at once."""
+    """The most requests that run or load at once."""
     max_num_batched_tokens: int = 512
-    """Tokens of one step. Longer prompts are computed in chunks."""
+    """The most tokens in one step. Longer prompts are computed in chunks."""
     max_model_len: int | None = None
-    """Tokens of one request, prompt and output. `None`: as many as the model and the cache allow."""
+    """The most tokens of a request, prompt and output. `None`: as many as the model and the cache allow."""
     dtype: str = "float32"
-    """Of the weights and of the KV cache."""
+    """The dtype of the weights and of the KV cache."""
     compute_dtype: str | None = None
-    """Of activations; `None`: `dtype`."""
+    """The dtype of activations; `None`: `dtype`."""
     device: str = "cpu"
     kv_layout: str = "blocks_first"
     """`blocks_first`: `(num_blocks, 2, …)`; `kv_first`: `(2, num_blocks, …)`."""
     enable_prefix_caching: bool = True
     seed: int = 0
-    """Of sampling, for requests that bring none."""
+    """The seed of sampling, for requests without one."""
     kv_events: bool | None = None
-    """Whether to tell of what is cached.
+    """Whether to make KV events.
 
-    `None`: if the engine is given a publisher. `True` without one: `take_events`.
+    `None`: only if the engine has a publisher. `True` without a publisher: `take_events` returns them.
     """
 
     def __post_init__(self) -> None:

@@ -1,17 +1,17 @@
 """The engine: requests in, tokens out, and the place where a connector is wired to an engine.
 
-A step schedules, computes and samples. The connector's calls stand around the forward pass, in
-`_begin_transfers` and `_end_transfers`; the scheduler makes those for single requests. With S and W its two
-sides, a step is:
+A step schedules, computes and samples. The connector's calls are around the forward pass, in
+`_begin_transfers` and `_end_transfers`; the scheduler makes the calls for single requests. S and W are the
+connector's two sides. A step is:
 
     schedule    S.get_num_new_matched_tokens, S.update_state_after_alloc, for each request that comes in
     begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
-    forward     or, with nothing to run, W.is_storing, W.await_layer: ahead of a load (`speculation`)
+    forward     or, with nothing to run, W.is_storing, W.await_layer: compute ahead of a load (`speculation`)
     sample      W.wait_for_save comes first, so that stores run behind the forward pass
     end         W.take_output, W.clear_connector_metadata -> S.update_connector_output
     append      S.request_finished, for each request that ends
 
-An engine of several processes carries the metadata to every worker and merges what they return with
+An engine of several processes carries the metadata to every worker and merges their outputs with
 `OutputAggregator`; here both sides live in one process. Without kvtier there is no connector, and nothing
 else changes. One thread calls an engine.
 """
@@ -68,13 +68,13 @@ from kvtier.offload.factory import OffloadingSpecFactory
 
 __all__ = ["Engine", "Model"]
 
-_IDLE_SECONDS = 0.05  # how long a step without tokens waits for a transfer
-_TIER_SECONDS = 0.005  # how long one waits for a tier, while a transfer may end too
-_PAUSE_SECONDS = 0.001  # how long one waits that has none to wait for, but for reports which have not come
+_IDLE_SECONDS = 0.05  # a step without tokens waits this long for a transfer
+_TIER_SECONDS = 0.005  # such a step waits this long for a tier, because a transfer may end meanwhile
+_PAUSE_SECONDS = 0.001  # such a step sleeps this long if no transfer runs but reports are missing
 
 
 class Model(Protocol):
-    """What the engine asks of a model. `Decoder` is one."""
+    """A model, as the engine needs it. `Decoder` is one."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -101,7 +101,7 @@ class LayeredModel(Model, Protocol):
 
 
 class Engine:
-    """Runs requests on one model, with an optional home for the KV that does not fit."""
+    """An engine that runs requests on one model, with an optional home for the KV that does not fit."""
 
     def __init__(
         self,
@@ -115,11 +115,10 @@ class Engine:
     ) -> None:
         """Allocate the cache.
 
-        `weights_id`: a JSON value that is equal only for equal weights; default: equal to no other.
-
-        Of weights in files it is `WeightsFiles`, made before they were loaded: a thread hashes their
-        content. `publisher` is given each step's events, and nothing is left for `take_events`; closing it
-        is its owner's business.
+        `weights_id` is a JSON value that is equal only for equal weights; by default it is equal to no
+        other. For weights in files it is `WeightsFiles`, made before they were loaded: a thread hashes their
+        content. `publisher` gets each step's events, and `take_events` then returns none; its owner closes
+        it.
         """
         expect_type("config", config, EngineConfig)
         if kvtier is not None:
@@ -152,7 +151,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._outputs: dict[int, RequestOutput] = {}
-        """The newest output of each request that was not told of, by its arrival."""
+        """The newest output of each request that was not returned yet, by the request's arrival."""
         self._is_closed = False
         self._publisher = publisher
         self._events = EventBuffer()
@@ -160,7 +159,7 @@ class Engine:
     def _connect(
         self, config: OffloadingConfig, spec_factory: Callable[[OffloadingConfig], OffloadingSpec]
     ) -> None:
-        """Make both sides of a connector over one spec, or leave nothing behind."""
+        """Make both sides of a connector over one spec; on failure, release everything."""
         with ExitStack() as undo:
             spec = spec_factory(config)
             undo.callback(spec.shutdown)
@@ -211,8 +210,8 @@ class Engine:
     ) -> str:
         """Queue a prompt and return the request's id.
 
-        What could never run is refused with `InputError`, and then nothing has changed. Tokens are ints or
-        numpy's ints.
+        A request that could never run is refused with `InputError`, and nothing has changed. Tokens are ints
+        or numpy's ints.
         """
         return self._queue(
             self._read_prompt("prompt", prompt_token_ids),
@@ -230,7 +229,7 @@ class Engine:
         cache_salt: str | None = None,
         lora_name: str | None = None,
     ) -> str:
-        """Queue what has been read."""
+        """Queue a request whose values have been checked."""
         self._refuse_closed()
         if params.seed is None:
             params = replace(params, seed=self.config.seed << 32 | self._arrivals)
@@ -252,7 +251,7 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, whatever it is doing, and return what it has.
+        """End a request now, in any state, and return its output so far.
 
         `None`: there is no such request any more.
         """
@@ -270,8 +269,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Run prompts to their end and return their outputs in order.
 
-        One that is bad, or bad params, refuse them all. Other requests run beside them, and their outputs
-        wait for `step` or `drain`.
+        If one prompt or parameter is wrong, all are refused. Other requests run beside these, and their
+        outputs wait for `step` or `drain`.
         """
         listed = read_items("prompts", prompts, count_items("prompts", prompts, "a list of prompts"))
         tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(listed)]
@@ -287,7 +286,7 @@ class Engine:
     def _run_to_end(self, ids: list[str]) -> list[RequestOutput]:
         """Step until these requests are over.
 
-        One that somebody has aborted meanwhile is told as it was last seen.
+        A request that was aborted meanwhile is returned as it was last seen.
         """
         arrivals = {self._requests[request_id].arrival for request_id in ids}
         outputs = {request_id: RequestOutput(request_id, [], finished=True) for request_id in ids}
@@ -299,12 +298,12 @@ class Engine:
         return [outputs[request_id] for request_id in ids]
 
     def has_unfinished(self) -> bool:
-        """Say whether any request is not over, or its output not told."""
+        """Say whether any request is not over, or has an output that was not returned."""
         return bool(self._requests or self._outputs)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request and no transfer holds."""
+        """The number of blocks that no request and no transfer holds."""
         return self._cache.num_free
 
     # -- one step ----------------------------------------------------------------------------------
@@ -312,10 +311,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch and return an output for each request that got a token.
 
-        Without a batch, wait for transfers.
-
-        If it raises, whoever ran starts over in the next step, and no token and no output is lost. Ctrl-C
-        comes after it.
+        Without a batch, wait for transfers. If it raises, the requests that ran start over in the next step,
+        and no token and no output is lost. A Ctrl-C takes effect after the step.
         """
         self._advance()
         return self._take_outputs()
@@ -325,7 +322,7 @@ class Engine:
         return list(outputs.values())
 
     def _advance(self) -> None:
-        """Take a step. Its outputs wait."""
+        """Take a step, and keep its outputs."""
         self._refuse_closed()
         with uninterrupted():
             try:
@@ -351,9 +348,7 @@ class Engine:
         self._publish()
 
     def _begin_transfers(self, step: Step) -> None:
-        """Tell the connector what is scheduled; loads start, and stores that read what is about to be
-        overwritten end.
-        """
+        """Tell the connector the schedule, start loads, and end stores whose blocks will be overwritten."""
         if self.connector is None or self.worker is None:
             return
         step.view.speculated = self.speculation.has(step.slices)
@@ -367,9 +362,7 @@ class Engine:
             self.worker.wait_for_save()
 
     def _idle(self) -> None:
-        """Compute ahead of a load, if there is one only, and wait for a transfer to end, but not
-        for long.
-        """
+        """Compute ahead of a load, if there is only one, and wait a short time for a transfer to end."""
         if self.worker is not None:
             until = time.monotonic() + _IDLE_SECONDS
             self._speculate(self.worker, until)
@@ -385,7 +378,7 @@ class Engine:
         if request_slice is None or self.speculation.has([request_slice]):
             return
         if worker.is_storing(written_blocks(request_slice, self.config.block_size)):
-            return  # nobody has told the connector that these blocks are to be written
+            return  # the connector does not know yet that these blocks are to be written
 
         def arrives(layer: str) -> bool:
             patience = max(0.0, until - time.monotonic())
@@ -398,7 +391,7 @@ class Engine:
         self.speculation.run(request_slice, layers, arrives)
 
     def _end_transfers(self, step: Step) -> None:
-        """Take in which transfers are over."""
+        """Take the workers' output and complete the transfers that are over."""
         if self.connector is None or self.worker is None:
             return
         output = self.worker.take_output(step.view.finished_req_ids)
@@ -416,9 +409,9 @@ class Engine:
         return self.model.forward(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
 
     def _sample(self, slices: list[RequestSlice], logits: Tensor) -> list[int]:
-        """Return a token for each slice that ended with its request's last.
+        """Return a token for each slice that ends with its request's last token.
 
-        On a device, the step is over then.
+        On a device, this waits for the end of the step.
         """
         rows = [row for row, request_slice in enumerate(slices) if request_slice.is_last]
         if not rows:
@@ -428,7 +421,7 @@ class Engine:
         return sample(logits[rows], [request.params for request in requests], generated)
 
     def _take_tokens(self, slices: list[RequestSlice], tokens: list[int]) -> None:
-        """Count the slices as computed, and give their requests the tokens that were sampled."""
+        """Count the slices as computed, and give their requests the sampled tokens."""
         sampled, now = iter(tokens), time.perf_counter()
         for request_slice in slices:
             is_last = request_slice.is_last
@@ -484,40 +477,34 @@ class Engine:
         )
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Say where a prompt came from and why not all of it from a cache; `None` without kvtier or if not
-        known.
-        """
+        """Say where a prompt came from, and why not all from a cache; `None`: no kvtier, or not known."""
         name = read_text("request_id", request_id)
         return None if self.connector is None else self.connector.explain(name)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Drain the KV events since the last call: of each step the engine's own, then the tiers'.
 
-        They are there if `kv_events` is true and there is no publisher. What waits is bounded, see
+        There are events if `kv_events` is true and there is no publisher. Their number is bounded, see
         `event_buffer`.
         """
         self._keep_events()
         return self._events.take()
 
     def _keep_events(self) -> None:
-        """Take what the cache and the tiers have told, so that it does not pile up in there."""
+        """Take the events of the cache and the tiers, so that they do not pile up there."""
         if self.config.kv_events:
             tiers = [] if self.connector is None else self.connector.take_events()
             self._events.add([*self._cache.take_events(), *tiers])
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> None:
-        """Make nothing findable that was computed so far, in the engine's cache and, if asked,
-        in the tiers.
-        """
+        """Forget all KV computed so far, in the engine's cache and, with `reset_connector`, in the tiers."""
         self._cache.reset(tiers_too=reset_connector or self.connector is None)
         if reset_connector and self.connector is not None:
             self.connector.reset_cache()
-        self._publish()  # an idle engine takes no step that would
+        self._publish()  # an idle engine takes no step that would publish
 
     def _publish(self) -> None:
-        """Give the publisher what has happened since the last call; without one, keep it for
-        `take_events`.
-        """
+        """Give the publisher the events since the last call; without one, keep them for `take_events`."""
         self._keep_events()
         if self._publisher is not None:
             self._events.publish_to(self._publisher)
@@ -525,8 +512,8 @@ class Engine:
     # -- ending ------------------------------------------------------------------------------------
 
     def drain(self) -> list[RequestOutput]:
-        """Step until all requests and all transfers are over, and return the last output of each request
-        that was not told of.
+        """Step until all requests and transfers are over; return the last output of each request that was
+        not returned yet.
         """
         self._refuse_closed()
         while self._requests or self._scheduler.held or self._has_transfers():
@@ -543,9 +530,9 @@ class Engine:
             self.connector.connector_scheduler.check()
 
     def close(self) -> None:
-        """End all transfers and release what the connector holds.
+        """End all transfers and release the connector's resources.
 
-        Idempotent. Requests that are not over stay so.
+        Idempotent. Unfinished requests stay unfinished.
         """
         self._is_closed = True
         for side in (self.worker, self.connector):
@@ -567,7 +554,7 @@ class Engine:
             raise InputError("expected an open engine, got one that was closed; make another")
 
     def _read_prompt(self, where: str, prompt: Sequence[int]) -> list[int]:
-        # Before it is read: a range can have any length.
+        # The length is checked before reading, because a range can have any length.
         length = count_items(where, prompt, "a list of token ids")
         if not 0 < length < self.max_model_len:
             raise InputError(
@@ -583,7 +570,7 @@ class Engine:
         return request_id
 
     def _free_id(self) -> str:
-        """Return an id for a request that brings none; a caller may have chosen one like ours."""
+        """Return an unused id for a request without one; a caller may have chosen one like ours."""
         return next(name for n in count(self._arrivals) if not self._is_used(name := f"request-{n}"))
 
     def _is_used(self, request_id: str) -> bool:

@@ -1,8 +1,9 @@
-"""Events that wait to be taken or published, up to a bound: nobody may ever come for them.
+"""Events that wait to be taken or published, up to a bound, since they may never be taken.
 
-When more wait than the bound allows, all that waited is dropped, and what is taken next begins with
-`AllBlocksCleared`: a consumer then believes in too few blocks, never in too many. Whoever takes after every
-step loses nothing, however much a step tells. What a publisher does not take waits, too. One thread.
+When more events wait than the bound allows, all of them are dropped, and the next ones begin with
+`AllBlocksCleared`: a consumer then knows of too few blocks, never of too many. A caller that takes the
+events after every step loses none, however many a step has. Events that a publisher fails to take wait, too.
+One thread uses this.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ __all__ = ["MOST_BLOCKS", "EventBuffer", "Publisher"]
 logger = logging.getLogger(__name__)
 
 MOST_BLOCKS = 100_000
-"""Blocks that the waiting events may name: some 20 MB with 16 tokens a block."""
+"""The most blocks that the waiting events may name: some 20 MB with 16 tokens a block."""
 
 
 class Publisher(Protocol):
-    """What the engine asks of a publisher of events: `kvtier.events` has some.
+    """A publisher of events, as the engine needs it; `kvtier.events` has some.
 
-    It must not block. If it raises, it is given the same events again, with those of the next step.
+    It must not block. If it raises, it gets the same events again, with those of the next step.
     """
 
     def publish(self, events: KVEventBatch) -> None: ...
 
 
 class EventBuffer:
-    """Keeps what is added until it is taken."""
+    """The events that were added and not taken yet."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most_blocks = most_blocks
@@ -41,10 +42,10 @@ class EventBuffer:
         self._size = 0
         self._has_warned = False
         self._is_publishing = True
-        """False from a failure of the publisher to its next success."""
+        """False from a failure of the publisher until its next success."""
 
     def add(self, events: Sequence[KVCacheEvent]) -> None:
-        """Keep events, if need be instead of all that waited."""
+        """Keep events; if they exceed the bound, drop all that waited before."""
         size = sum(map(_size_of, events))
         if self._events and self._size + size > self._most_blocks:
             self._drop()
@@ -57,14 +58,14 @@ class EventBuffer:
         return taken
 
     def publish_to(self, publisher: Publisher) -> None:
-        """Publish what waits as one batch; with a publisher that fails it goes on waiting."""
+        """Publish the waiting events as one batch. If the publisher fails, they go on waiting."""
         events = self.take()
         if not events:
             return
         try:
             publisher.publish(KVEventBatch(time.time(), events))  # type: ignore[arg-type]
             self._is_publishing = True
-        except Exception as error:  # a publisher may be anybody's, and no reason to stop computing
+        except Exception as error:  # a publisher may be foreign code, and must not stop the engine
             self.add(events)
             if self._is_publishing:
                 self._is_publishing = False

@@ -1,16 +1,17 @@
 """Small steps of a decoder as CUDA graphs: captured when they are first needed, replayed from then on.
 
 A step of a few rows is a thousand small kernels, and launching them one by one takes several times as long
-as they run. A graph launches them all at once. It knows addresses, not values: tokens, positions, places and
-block tables are copied into buffers of its own before each replay. Two kinds of steps have graphs, in half
+as running them. A graph launches them all at once. It holds addresses, not values: tokens, positions, places
+and block tables are copied into its own buffers before each replay. Two kinds of steps have graphs, in half
 precision, where a fused kernel is used anyway:
 
     up to 16 sequences of one row      decoding; padded to the next power of two
     one sequence of up to 16 rows      the end of a prompt whose beginning came from a cache; padded to 16
 
-A step is a few graphs, one after the other, each of some layers: so it can begin while the KV of the last
-layers is not there. Rows that pad write to the null block, which nobody reads. Logits are good until the
-next replay. One thread; other threads may use the device meanwhile, also while a graph is captured.
+A step is a few graphs, one after the other, each of some layers, so that it can begin before the KV of the
+last layers has arrived. Padding rows write to the null block, which is never read. Logits are valid until
+the next replay. One thread uses this; other threads may use the device meanwhile, even while a graph is
+captured.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StepGraphs:
         group_of_layer: Sequence[int],
         block_size: int,
     ) -> StepGraph | None:
-        """Return what computes a batch, or `None` for a step that has no graph."""
+        """Return the graph that computes a batch, or `None` for a step that has no graph."""
         shape = _find_shape(batch)
         if shape is None:
             return None
@@ -65,7 +66,7 @@ class StepGraphs:
 
 
 def _find_shape(batch: ForwardBatch) -> tuple[int, int] | None:
-    """Return sequences and rows of each, both padded, or `None` if there is no graph for them."""
+    """Return the padded number of sequences and of rows of each; `None` if there is no graph for them."""
     count, rows = len(batch.sequences), len(batch.tokens)
     if rows > MOST_ROWS:
         return None
@@ -75,9 +76,9 @@ def _find_shape(batch: ForwardBatch) -> tuple[int, int] | None:
 
 
 class StepGraph:
-    """One shape of step.
+    """The graphs of one shape of step.
 
-    Its inputs are `[sequences * rows]`, its block tables `[sequences, blocks]`, for each group.
+    The inputs are `[sequences * rows]`, the block tables of each group `[sequences, blocks]`.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class StepGraph:
     def replay(self, batch: ForwardBatch) -> Generator[str, None, Tensor]:
         """Compute a batch of at most this shape.
 
-        Yields the layers that come next, and returns the logits.
+        Yield the names of the layers that come next, and return the logits.
         """
         count = len(batch.tokens)
         self._inputs.zero_()
@@ -140,7 +141,7 @@ class StepGraph:
 
 
 def _stages(num_layers: int) -> list[tuple[int, int]]:
-    """Return the layers `[first, last)` of each graph: as those that a load brings together."""
+    """Return the layers `[first, last)` of each graph, the same that a load brings in one stage."""
     return [(first, last) for first, last in pairwise([0, *stage_bounds(num_layers)]) if first < last]
 
 
@@ -150,21 +151,19 @@ def _capture(
     sizes: list[int],
     device: torch.device,
 ) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
-    """Capture a forward pass in graphs of some layers each; return them, and its result after each replay of
-    all.
-    """
+    """Capture a forward pass in graphs of some layers each; return the graphs and their result tensor."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     graphs: list[torch.cuda.CUDAGraph] = []
     with torch.inference_mode():
         with torch.cuda.stream(stream):
-            run_to_end(warm_up)  # kernels are compiled and libraries set up here, which cannot be captured
+            run_to_end(warm_up)  # compiles kernels and sets up libraries, which cannot be captured
         stream.synchronize()
         pool = torch.cuda.graph_pool_handle()
         for size in sizes[:-1]:
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
-                for _ in range(size + (len(graphs) == 1)):  # the first also goes up to the first layer
+                for _ in range(size + (len(graphs) == 1)):  # the first graph also runs up to the first layer
                     next(layers)
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):

@@ -1,8 +1,8 @@
-"""Ctrl-C comes between two steps of an engine, not inside of one: books that are half written cannot be read
-again.
+"""Ctrl-C takes effect between two steps of an engine, not inside a step, which would leave its state half
+written.
 
-A second Ctrl-C is not held back: a step may hang. Only Python's own handler is replaced, and only on the
-main thread, where signals arrive; whoever has a handler of their own keeps it.
+A second Ctrl-C is not held back, because a step may hang. Only Python's own handler is replaced, and only on
+the main thread, where signals arrive; a program's own handler stays.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """A Llama-family decoder over a paged KV cache: embed, attend, multiply, score.
 
 One forward pass takes any mix of prefill chunks and decode steps (`ForwardBatch`), flattened to rows that go
-through the linear layers together. A layer first writes the K and V of its rows into the cache and then
-attends over what the cache holds: what was computed in this step and what was loaded from a tier are read
-the same way.
+through the linear layers together. A layer first writes the K and V of its rows into the cache, and then
+attends over the cache: KV computed in this step and KV loaded from a tier are read the same way.
 
-Guarantees: a sequence reads only tokens of its own that some row of it may see. The null block, the
-unwritten end of a last block and other sequences' pages are never read, so garbage there, NaN included,
-reaches no result. All arithmetic is in `compute_dtype`; values are rounded to the cache's dtype only where K
-and V are stored. With float32 caches and float64 arithmetic the tokens do not depend on how sequences were
-chunked or batched.
+Guarantees: a sequence reads only its own tokens, and only those that one of its rows may see. The null
+block, the unwritten end of a last block and other sequences' pages are never read, so garbage there, NaN
+included, reaches no result. All arithmetic is in `compute_dtype`; values are rounded to the cache's dtype
+only where K and V are stored. With float32 caches and float64 arithmetic the tokens do not depend on how
+sequences were chunked or batched.
 
-Threads: one at a time; the weights are never written.
+One thread at a time may use a decoder; the weights are never written.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's part of a batch: rows `[start, end)`, the last of which is its token at `context_len -
-    1`.
+    """One sequence's part of a batch: rows `[start, end)`. The last row is its token `context_len - 1`.
 
-    `block_tables[g]` are its block ids in group g; where the group's window has left a block, the null block
-    may stand.
+    `block_tables[g]` are its block ids in group g, with the null block where the group's window has passed.
     """
 
     start: int
@@ -67,8 +64,8 @@ class SequenceSlice:
 class ForwardBatch:
     """One forward pass over several sequences, flattened to T rows: `tokens` [T] at `positions` [T].
 
-    `places[g]` [T] is where each row's K and V go in the caches of group g: `block_id * block_size +
-    offset`.
+    `places[g]` [T] are the places of each row's K and V in the caches of group g:
+    `block_id * block_size + offset`.
     """
 
     tokens: Tensor
@@ -80,7 +77,7 @@ class ForwardBatch:
 def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of a layer as `(num_blocks, block_size, heads, dim)` views of its cache.
 
-    The cache is `(num_blocks, 2, …)` or `(2, num_blocks, …)`. Two blocks would be both at once and are
+    The cache is `(num_blocks, 2, …)` or `(2, num_blocks, …)`. A cache of two blocks would fit both and is
     refused.
     """
     if cache.ndim != 5 or list(cache.shape[:2]).count(2) != 1:
@@ -95,9 +92,9 @@ def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
 class _Span(NamedTuple):
     """Sequences that attend in one call: N of them with R rows each, over L keys, padded to the longest.
 
-    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `LayerPages`, `mask` [N, 1, R, L] is what
-    each row may see: on a GPU in half precision only a description of it for one sequence without a window,
-    so that a fused kernel can be used.
+    `rows` [N, R] are rows of the batch, `keys` [N * L] are rows of `LayerPages`. `mask` [N, 1, R, L] holds
+    the keys that each row may see. For one sequence without a window, on a GPU in half precision, the mask
+    is only a description, so that a fused kernel can be used.
     """
 
     rows: Tensor
@@ -108,7 +105,7 @@ class _Span(NamedTuple):
 def _plan(
     batch: ForwardBatch, group: int, window: int | None, block_size: int, stride: int, dtype: torch.dtype
 ) -> list[_Span]:
-    """Gather sequences into spans: of as many rows, and of key counts within a factor of two, which bounds
+    """Gather sequences into spans of equally many rows, with key counts within a factor of two, to bound
     padding.
     """
 
@@ -146,7 +143,7 @@ def _span(
         mask = (keys[:, None] <= queries[:, :, None])[:, None]
         if window is not None:
             mask &= (keys[:, None] > queries[:, :, None] - window)[:, None]
-    # Padding repeats the sequence's own last token: masked, and as finite as the rest of it.
+    # Padding repeats the sequence's own last token, which is masked, and as finite as its other tokens.
     keys = keys.minimum(end - 1)
     blocks = torch.stack(
         [s.block_tables[group][row] for s, row in zip(sequences, keys // block_size, strict=True)]
@@ -155,7 +152,7 @@ def _span(
 
 
 class LayerPages:
-    """One layer's K or V as rows of tokens, in either layout: token `o` of block `b` is row `b * stride +
+    """One layer's K or V as rows of tokens, in either layout. Token `o` of block `b` is row `b * stride +
     o`.
     """
 
@@ -172,14 +169,14 @@ class LayerPages:
     def read(self, rows: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Return `(count, heads, keys, dim)`.
 
-        Selecting rows is several times faster than indexing block and offset.
+        Selecting rows is several times as fast as indexing by block and offset.
         """
         tokens = self.rows.index_select(0, rows).to(dtype)
         return tokens.view(count, -1, *tokens.shape[1:]).transpose(1, 2)
 
 
 class _Linear:
-    """One matrix product, of several of the checkpoint's matrices side by side."""
+    """One matrix product of several of the checkpoint's matrices, side by side."""
 
     def __init__(self, weights: Mapping[str, Tensor], *names: str) -> None:
         self.weight = torch.cat([weights[f"{name}.weight"] for name in names])
@@ -191,12 +188,12 @@ class _Linear:
         return F.linear(x, self.weight, self.bias)
 
     def add(self, stream: Tensor, x: Tensor) -> Tensor:
-        """Return the product added to a stream."""
+        """Return the product of `x`, added to `stream`."""
         return torch.addmm(stream, x, self.weight.T) if x.is_cuda and self.bias is None else stream + self(x)
 
 
 class _Norm:
-    """Scale rows to unit root mean square, then by a weight."""
+    """A norm that scales rows to unit root mean square, then by a weight."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
@@ -208,8 +205,7 @@ class _Norm:
 
 
 Attention = Callable[[Tensor, LayerPages, LayerPages], Tensor]
-"""Takes queries `[rows, heads, dim]` and the K and V of a layer, and returns what the queries see, in their
-shape.
+"""Takes queries `[rows, heads, dim]` and the K and V of a layer; returns the attention output in that shape.
 """
 
 
@@ -224,7 +220,7 @@ def _attend_spans(spans: list[_Span], q: Tensor, k: LayerPages, v: LayerPages) -
 
 
 class _LayerInputs(NamedTuple):
-    """What all layers of one group and window share in a forward pass."""
+    """The inputs that all layers of one group and window share in a forward pass."""
 
     cos: Tensor
     sin: Tensor
@@ -233,7 +229,7 @@ class _LayerInputs(NamedTuple):
 
 
 class _Layer:
-    """Attention and a gated MLP, each added to the stream that flows past."""
+    """Attention and a gated MLP, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
         self.config = config
@@ -267,7 +263,7 @@ class _Layer:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of each head as the parts of complex numbers. `sin` is negative for the first half."""
+    """Rotate the halves of each head as parts of complex numbers. `sin` is negative for the first half."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
@@ -275,7 +271,7 @@ T = TypeVar("T")
 
 
 def run_to_end(layers: Generator[object, None, T]) -> T:
-    """Run what stops here and there without stopping, and return what it returns."""
+    """Run a generator to its end, ignore what it yields, and return its value."""
     while True:
         try:
             next(layers)
@@ -287,7 +283,7 @@ def run_to_end(layers: Generator[object, None, T]) -> T:
 class Decoder:
     """A model's weights on a device, ready to run.
 
-    `dtype` is that of the KV caches, `compute_dtype` of the rest.
+    `dtype` is the dtype of the KV caches, `compute_dtype` that of everything else.
     """
 
     def __init__(
@@ -315,14 +311,14 @@ class Decoder:
         self._layers = [_Layer(config, take(f"model.{name}.")) for name in config.layer_names]
         self._norm = _Norm(take("model.norm.")["weight"], config.rms_norm_eps)
         self._head = self._embedding if config.tie_word_embeddings else take("lm_head.")["weight"]
-        # In float64 whatever the compute dtype: float32 angles are off by a hundredth at position 100,000.
+        # Always in float64: float32 angles are off by a hundredth at position 100,000.
         self._frequencies = torch.tensor(
             config.rope.frequencies(config.head_dim), dtype=torch.float64, device=device
         )
         from kvtier.engine.graphs import StepGraphs
 
         self.graphs = StepGraphs(self) if StepGraphs.suit(self) else None
-        """Replays small steps; `None`: all steps are computed op by op."""
+        """The graphs that replay small steps; `None`: all steps are computed op by op."""
 
     def forward(
         self,
@@ -331,10 +327,9 @@ class Decoder:
         group_of_layer: Sequence[int],
         block_size: int,
     ) -> Tensor:
-        """Write the batch's K and V into the caches and return the logits `[num_sequences, vocab]` after
-        each last row.
+        """Write the batch's K and V into the caches; return the last rows' logits `[num_sequences, vocab]`.
 
-        Logits are float32, or `compute_dtype` where that is wider. `kv_caches` are keyed by
+        Logits are float32, or `compute_dtype` if that is wider. `kv_caches` are keyed by
         `config.layer_names`.
         """
         return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
@@ -346,9 +341,7 @@ class Decoder:
         group_of_layer: Sequence[int],
         block_size: int,
     ) -> Generator[str, None, Tensor]:
-        """Do what `forward` does, stopping before each layer: its name is yielded when its cache is about to
-        be read.
-        """
+        """Do the same as `forward`, but yield the name of each layer before its cache is read."""
         if self.graphs is not None:
             graph = self.graphs.find(batch, kv_caches, group_of_layer, block_size)
             if graph is not None:
@@ -364,7 +357,7 @@ class Decoder:
         group_of_layer: Sequence[int],
         block_size: int,
     ) -> Tensor:
-        """Do what `forward` does up to the last layer, and return the hidden state of every row."""
+        """Do the same as `forward` up to the last layer, and return the hidden state of every row."""
         return run_to_end(self._hidden_by_layer(batch, kv_caches, group_of_layer, block_size))
 
     def _hidden_by_layer(
@@ -394,9 +387,9 @@ class Decoder:
         block_size: int,
         attention: Callable[[int, int | None, int], Attention],
     ) -> Generator[str, None, Tensor]:
-        """Run rows through all layers, yielding the name of each before it, and return their hidden state.
+        """Run rows through all layers, yield the name of each layer before it, and return the hidden state.
 
-        `attention(group, window, stride)` attends for those over pages with that stride.
+        `attention(group, window, stride)` makes the attention for such layers over pages with that stride.
         """
         angles = positions.to(torch.float64)[:, None, None] * self._frequencies
         cos = torch.cat((angles, angles), dim=-1).cos().to(self.compute_dtype)
@@ -417,6 +410,6 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Score the vocabulary for each row of `hidden`."""
+        """Return the scores of the vocabulary for each row of `hidden`."""
         scores = F.linear(self._norm(hidden), self._head)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -1,9 +1,9 @@
 """`ModelConfig`: a decoder as a Hugging Face `config.json` describes it, read and checked once.
 
 `ModelConfig.from_dict` accepts Llama, Qwen2, Qwen3, Mistral and Ministral, in the spelling of transformers 5
-(`rope_parameters`) and of older releases (`rope_theta`, `rope_scaling`). What it cannot honour it refuses
-with one line that opens with the name of the field: a model that loads computes what `transformers`
-computes. Nothing here needs torch; values are frozen, any thread may read them.
+(`rope_parameters`) and of older releases (`rope_theta`, `rope_scaling`). It refuses a setting that it cannot
+honour, with one line that opens with the name of the field: a model that loads computes what `transformers`
+computes. Nothing here needs torch; values are frozen, and any thread may read them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FAMILIES = ("llama", "ministral", "mistral", "qwen2", "qwen3")
 T = TypeVar("T", int, float, bool)
 
 _MOST = 1 << 53
-"""No number of a model is higher; up to here ints and floats are the same."""
+"""The highest number in a config: up to it, floats are exact ints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is `default`, `linear` or `llama3`; the rest is read as the kind
-    needs it.
+    """The rotary position embedding. `kind` is `default`, `linear` or `llama3`, and decides which of the
+    other fields count.
     """
 
     theta: float = 10_000.0
@@ -41,7 +41,7 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """Read the rope of a `config.json`, whichever of its three spellings it uses."""
+        """Read the rope of a `config.json`, in any of its three spellings."""
         name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
         scaling = config.get(name) or {}
         if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
@@ -63,15 +63,16 @@ class RopeConfig:
         )
 
     def frequencies(self, head_dim: int) -> list[float]:
-        """Return the angle by which each pair of a head's elements turns from one position to the next."""
+        """Return the angle by which each pair of a head's elements rotates from one position to the next."""
         base = [self.theta ** (-i / head_dim) for i in range(0, head_dim, 2)]
         if self.kind == "llama3":
             return [self._stretch(frequency) for frequency in base]
         return [frequency / self.factor for frequency in base] if self.kind == "linear" else base
 
     def _stretch(self, frequency: float) -> float:
-        """Divide by `factor` what turns less than `low_freq_factor` times in the original context, with a
-        soft edge.
+        """Divide a low frequency by `factor`: less than `low_freq_factor` turns in the original context.
+
+        Up to `high_freq_factor` turns the division fades out.
         """
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -81,7 +82,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder needs to know.
+    """The shape and settings of a decoder.
 
     `sliding_windows` has one entry per layer; `None` is full attention.
     """
@@ -107,7 +108,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json`, or raise `ModelError` naming the field that the engine cannot
+        """Read a Hugging Face `config.json`; raise `ModelError` with the field that the engine cannot
         honour.
         """
         family = config.get("model_type")
@@ -139,14 +140,12 @@ class ModelConfig:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """Name the layers as the KV caches are keyed: `layers.0`, `layers.1`, …"""
+        """The names of the layers, which key the KV caches: `layers.0`, `layers.1`, …"""
         return tuple(f"layers.{i}" for i in range(self.num_layers))
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name, as in a Hugging Face checkpoint, and the shape of every tensor of the model, in
-    order.
-    """
+    """Return the shape of every tensor of the model in order, by its name in a Hugging Face checkpoint."""
     hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     linears = {
@@ -181,7 +180,7 @@ def parse_token_ids(value: object) -> tuple[int, ...]:
 def _read(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
     """Return a field that must be a bool or a positive number.
 
-    Null and absent are `default`; without one, an error.
+    If it is null or absent, return `default`; without a default, raise `ModelError`.
     """
     value = config.get(name)
     if value is None and default is not None:
@@ -215,7 +214,7 @@ def _heads(config: Mapping[str, Any]) -> dict[str, int]:
 def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
     """Return each layer's window.
 
-    An absent `sliding_window` means 4096 to these families, a null one means none.
+    An absent `sliding_window` means 4096 in these families; null means no window.
     """
     if family == "llama":
         return (None,) * num_layers

@@ -1,12 +1,12 @@
-"""Attention of few rows over many keys, read where they lie in the pages of a cache: two Triton kernels.
+"""Attention of few rows over many keys, read directly from the pages of a cache: two Triton kernels.
 
 The keys of a sequence are cut into `splits` shares, so that one sequence alone keeps the whole device busy.
 A program attends from all rows of a sequence, and all query heads of one KV head, over one share; a second
-kernel puts the shares together. What a row may see follows from its position, which is read on the device:
+kernel joins the shares. The keys that a row may see follow from its position, which is read on the device:
 shapes and addresses are the same in every step, so a step can be captured once and replayed.
 
-A key that no row of its sequence may see is not read. Needs Triton, on a CUDA device or in its interpreter.
-Any thread.
+A key that no row of its sequence may see is not read. This needs Triton, on a CUDA device or in its
+interpreter. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["PagedAttention"]
 
-# keys of one turn of the loop, and turns that overlap, are what was fastest on an H200 up to it and beyond
+# The best number of keys per loop turn, and of stages, changes at this many queries (measured on an H200).
 _FEW_QUERIES = 32
 
 
@@ -28,7 +28,7 @@ def _attend_share(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     QUERIES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one share of the keys; leave what was seen, and the maximum and sum of its softmax."""
+    """Attend over one share of the keys; write the output, and the maximum and sum of its softmax."""
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     query, dim = tl.arange(0, QUERIES), tl.arange(0, DIM)
@@ -76,7 +76,7 @@ def _join_shares(  # type: ignore[no-untyped-def]
     shares, maxima, sums, out,
     ROWS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Put the shares of one query of one KV head together."""
+    """Join the shares of one query of one KV head."""
     query, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
@@ -91,7 +91,7 @@ def _join_shares(  # type: ignore[no-untyped-def]
 
 
 class PagedAttention:
-    """Attention for `sequences` of `rows` rows each, with the memory that it needs in between."""
+    """Attention for `sequences` of `rows` rows each, with the memory for the shares."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class PagedAttention:
         block_tokens: int,
         window: int | None,
     ) -> Tensor:
-        """Return what each row of `q` `[sequences * rows, heads, dim]` sees, in the same shape.
+        """Return the attention output for `q` `[sequences * rows, heads, dim]`, in the same shape.
 
         `k` and `v` `[tokens, kv heads, dim]` hold token o of block b at `b * block_tokens + o`; `table`
-        `[sequences, blocks]` are each sequence's blocks. The row of a position sees the keys up to it, in
+        `[sequences, blocks]` has each sequence's blocks. A row sees the keys up to its position, within
         `window`.
         """
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

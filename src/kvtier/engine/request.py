@@ -1,9 +1,9 @@
-r"""A request, from its prompt to its last token, and what the engine tells about it.
+r"""A request, from its prompt to its last token, and its output.
 
     WAITING -> RUNNING -> FINISHED          preempted: back to WAITING, tokens kept, KV gone
        \-> LOADING -/                       loading: blocks held, not scheduled, until the load is over
 
-`Request` fits the connector's `RequestView`. The scheduler owns it; one thread.
+`Request` fits the connector's `RequestView`. The scheduler owns it; one thread uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["FinishReason", "Request", "RequestOutput", "RequestStatus", "TokenSo
 
 
 class RequestStatus(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -34,7 +34,7 @@ class RequestStatus(Enum):
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -43,7 +43,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One prompt and what has been generated for it."""
+    """One prompt and the tokens generated for it."""
 
     request_id: str
     tokens: list[int]
@@ -60,18 +60,19 @@ class Request:
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the blocks of `table`, from the first on."""
+    """The number of leading tokens whose KV is in the blocks of `table`."""
     islands: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens `[start, end)` beyond those whose KV was loaded: computing jumps over them."""
+    """Later tokens `[start, end)` whose KV was loaded: computing jumps over them."""
     load_end: int = 0
-    """How far the running load will reach."""
+    """The end of the tokens that the running load brings."""
     table: BlockTable = field(default_factory=BlockTable)
     has_run: bool = False
     is_resumed: bool = False
-    """It has run, lost its blocks, and has not run again since."""
+    """The request has run, lost its blocks, and has not run again since."""
     preemptions: int = 0
     from_gpu: int = 0
-    """Prompt tokens that the prefix cache had when the request last came in without a first token."""
+    """The prompt tokens that the prefix cache had when the request was last admitted before its first token.
+    """
     first_token_at: float | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
 
@@ -80,7 +81,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens so far."""
+        """The number of prompt tokens and generated tokens so far."""
         return len(self.tokens)
 
     @property
@@ -90,7 +91,7 @@ class Request:
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """The chained hashes of all full blocks, extended by what is new since last time."""
+        """The chained hashes of all full blocks, extended by the blocks that are new since the last call."""
         done, full = len(self._hashes), self.num_tokens // self.block_size
         if full > done:
             self._hashes += hash_blocks(
@@ -104,8 +105,9 @@ class Request:
         return self._hashes
 
     def describe(self, start: int, stop: int, block_size: int) -> Description:
-        """Tell what the blocks of tokens `[start, stop)` hold: a LoRA and a salt are extra keys of the very
-        first block.
+        """Describe the blocks of tokens `[start, stop)`.
+
+        LoRA and salt are extra keys of the first block only.
         """
         marks = tuple(mark for mark in (self.lora_name, self.cache_salt) if mark is not None)
         extra = [marks, *[None] * ((stop - start) // block_size - 1)] if marks and start == 0 else None
@@ -113,7 +115,7 @@ class Request:
 
     @property
     def compute_end(self) -> int:
-        """Where computing must stop: at the next island, or behind the last token."""
+        """The position where computing must stop: the next island, or the end of the tokens."""
         return self.islands[0][0] if self.islands else self.num_tokens
 
     def advance(self, num_tokens: int) -> None:
@@ -132,7 +134,7 @@ class Request:
             self.first_token_at = now
 
     def start_over(self) -> None:
-        """Forget all KV, to be computed again from the first token on. The tokens stay."""
+        """Forget all KV, so that it is computed again from the first token on. The tokens stay."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.islands = []
@@ -141,21 +143,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenSources:
-    """Where the KV of a prompt came from.
+    """The sources of a prompt's KV, in tokens.
 
-    The counts sum to the prompt's tokens once the first token is there.
+    The counts sum up to the prompt's tokens once the first token is generated.
     """
 
     gpu: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
     recomputed: int = 0
     first_miss: MissReason | None = None
-    """Why the first missing chunk was missing; `None` without kvtier, or if nothing was missing."""
+    """The reason why the first missing chunk was missing; `None` without kvtier, or if none was missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What has become of a request after a step. `token_ids` are all tokens generated so far."""
+    """The output of a request after a step. `token_ids` are all tokens generated so far."""
 
     request_id: str
     token_ids: list[int]

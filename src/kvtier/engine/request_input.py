@@ -1,8 +1,8 @@
-"""Reads what a caller gives about a request, and refuses with `InputError` what a step could not run.
+"""Readers of a caller's values for a request. They refuse values that a step could not run (`InputError`).
 
-A step computes many requests together, so a value that fails inside of one would stop them all. Whatever
-comes through here is plain: lists of ints, and text that can be encoded. Nothing is changed on the way, and
-a caller's own classes may raise what they like. Pure; any thread.
+A step computes many requests together, so a value that fails inside a step would stop them all. The results
+are plain: lists of ints, and text that can be encoded. The caller's objects are not changed, and any
+exception of their classes becomes an `InputError`. Everything here is pure; any thread may call it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""They have a length and can be iterated, and yet no tokens in order are meant."""
+"""Types that have a length and can be iterated, but are no lists of tokens."""
 _MOST_TEXT = 1 << 20  # bytes: a salt travels with the events of every first block
 
 
 def count_items(where: str, values: Any, expected: str) -> int:
-    """Return the length of what should be a list, tuple, array or tensor."""
+    """Return the length of a list, tuple, array or tensor; refuse other types."""
     with _refusing(where, expected, values):
         if isinstance(values, _NO_LISTS):
             raise TypeError("not a list")
@@ -45,10 +45,7 @@ def count_items(where: str, values: Any, expected: str) -> int:
 
 
 def read_items(where: str, values: Any, count: int) -> Iterator[Any]:
-    """Yield the `count` items of a list, tuple, array or tensor.
-
-    One that has fewer or more after all is refused.
-    """
+    """Yield the `count` items of a list, tuple, array or tensor; refuse one with another number of items."""
     with _refusing(where, f"{count} items", values):
         items = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
         number = 0
@@ -62,7 +59,7 @@ def read_items(where: str, values: Any, count: int) -> Iterator[Any]:
 def read_tokens(where: str, prompt: Any, count: int, vocabulary: int) -> list[int]:
     """Return the `count` tokens of a prompt, 1 or more.
 
-    Whatever has an `__index__`, as numpy's ints, becomes an int.
+    Objects with an `__index__`, such as numpy's ints, become ints.
     """
     values = list(read_items(where, prompt, count))
     tokens = values if set(map(type, values)) == {int} else [_read_token(where, value) for value in values]
@@ -86,11 +83,11 @@ def read_text(where: str, value: Any) -> str:
         encoded = str.encode(value)
         if len(encoded) > _MOST_TEXT:
             raise ValueError("too long")
-        return encoded.decode()  # a subclass of str leaves its own hash and equality behind
+        return encoded.decode()  # a plain str, without the hash and equality of a subclass
 
 
 def read_path(where: str, value: Any) -> Path:
-    """Return a path that the system can be asked about."""
+    """Return a value as a path, if it can be one."""
     with _refusing(where, "the path of a folder", value):
         path = Path(value)
         if "\0" in str(path):
@@ -105,7 +102,7 @@ def expect_type(where: str, value: object, expected: type) -> None:
 
 
 def read_sampling(where: str, params: Any) -> SamplingParams:
-    """Return the parameters of a request; those by default for `None`."""
+    """Return the parameters of a request; the defaults for `None`."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -114,7 +111,7 @@ def read_sampling(where: str, params: Any) -> SamplingParams:
 
 
 def read_sampling_of_each(params: Any, number: int) -> list[SamplingParams]:
-    """Return the parameters of each of some prompts, for which there may be one for all."""
+    """Return the parameters of each of `number` prompts; the caller may give one for all."""
     if params is None or isinstance(params, SamplingParams):
         return [read_sampling("params", params)] * number
     given = count_items("params", params, "SamplingParams, or a list of them")
@@ -126,7 +123,7 @@ def read_sampling_of_each(params: Any, number: int) -> list[SamplingParams]:
 
 @contextmanager
 def _refusing(where: str, expected: str, value: object) -> Iterator[None]:
-    """Refuse a value if anything goes wrong with it: a caller's own class may raise whatever it likes."""
+    """Refuse a value if reading it raises anything: a caller's class may raise any exception."""
     try:
         yield
     except Exception as error:

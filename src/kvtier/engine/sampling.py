@@ -1,7 +1,8 @@
-"""Sampling: the next token is chosen from logits greedily, or drawn.
+"""Sampling: the choice of the next token from logits, greedily or at random.
 
 A draw depends only on the logits, the parameters and `(seed, number of tokens generated so far)`. There is
-no generator whose state a neighbour in the batch, a preemption or a restart could move. Pure; any thread.
+no generator whose state another request, a preemption or a restart could change. Everything here is pure;
+any thread may call it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ __all__ = ["SamplingParams", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a request asks of its output. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 cut nothing off.
+    """The sampling parameters of a request.
 
-    With no `seed` every draw is fresh from the system's entropy.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 exclude no token. Without a `seed`, every draw uses
+    the system's entropy.
     """
 
     max_tokens: int = 16
@@ -57,7 +59,7 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> list[int]:
-    """Choose one token for each row of `logits` `[N, vocab]`, of which `num_generated[n]` came before."""
+    """Choose one token for each row of `logits` `[N, vocab]`, after `num_generated[n]` generated tokens."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for row, (param, count) in enumerate(zip(params, num_generated, strict=True)):
         if param.temperature > 0:
@@ -66,9 +68,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequ
 
 
 def _draw(logits: Tensor, param: SamplingParams, uniform: float) -> int:
-    """Invert the cumulative distribution at `uniform`, in order of token ids: near-ties need no order of
-    their own.
-    """
+    """Invert the cumulative distribution at `uniform`. The order of token ids makes near-ties harmless."""
     scaled = _scale(logits, float(param.temperature))
     if 0 < param.top_k < len(scaled):
         scaled[scaled < scaled.topk(param.top_k).values[-1]] = -torch.inf
@@ -82,10 +82,9 @@ def _draw(logits: Tensor, param: SamplingParams, uniform: float) -> int:
 
 
 def _scale(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits over temperature, less the best: that is finite for the best at any temperature, and
-    -inf at worst.
+    """Return (logits - best logit) / temperature, where no value is above 0 or NaN at any temperature.
 
-    Tokens as good as the best are 0 even where that is infinite. NaN is as impossible as -inf.
+    The best tokens have 0, even if their logit is infinite. NaN counts as -inf, which is never drawn.
     """
     known = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best = known.max()
@@ -95,7 +94,7 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
 def _uniform(seed: int | None, count: int) -> float:
     """Return a number in [0, 1).
 
-    It has 52 bits, one less than a float, so that it times a sum stays below the sum.
+    It has 52 bits, one less than a float, so that its product with a sum stays below the sum.
     """
     if seed is None:
         return secrets.randbits(52) / 2**52
@@ -108,12 +107,12 @@ def _is_int(value: object, least: float = -math.inf) -> bool:
 
 
 def _is_seed(value: object) -> bool:
-    """Say whether it is an int that can be written down: beyond some length Python refuses."""
+    """Say whether a value is an int that Python can print: it refuses very long ones."""
     return type(value) is int and value.bit_length() <= 128
 
 
 def _is_number(value: object) -> bool:
-    """Say whether it is a number from 0 on that is finite as a float."""
+    """Say whether a value is a number of 0 or more that is finite as a float."""
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
     )

@@ -7,14 +7,14 @@ first.
 
 Every queue is ordered by arrival. A held request is finished, but a transfer still uses its blocks.
 
-It never deadlocks. A request is admitted only if blocks for all of its tokens can be had beside what those
-before it still need. When blocks run out anyway, the youngest running request gives its own back and is
-computed again later; if that is the request which asks, it waits. So the oldest running request lacks blocks
-only while transfers hold them, and transfers have deadlines. A request that even an empty cache could not
-hold is refused before it comes here.
+The scheduler never deadlocks. A request is admitted only if there are blocks for all of its tokens beside
+the blocks that earlier requests still need. When blocks run out anyway, the youngest running request gives
+its blocks back and is computed again later; if that is the request which asks, it waits. So the oldest
+running request lacks blocks only while transfers hold them, and transfers have deadlines. A request that
+even an empty cache could not hold is refused before it comes here.
 
-This is also the scheduler's half of a connector's host: `_ask`, `_open`, `take_transfers` and `finish` hold
-all of its calls but those that frame a step, which the engine makes. One thread.
+This is also the scheduler's half of a connector's host: `_ask`, `_open`, `take_transfers` and `finish` make
+all calls of the connector except those around a step, which the engine makes. One thread uses this.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class RequestSlice(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the last token there is, so that the next one can be sampled."""
+        """Whether the slice ends with the request's last token, so that the next token can be sampled."""
         return self.end == self.request.num_tokens
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes, and the same as a connector sees it."""
+    """The slices that one step computes, and the step as a connector sees it."""
 
     budget: int
     slices: list[RequestSlice] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Step:
     def add(self, request: Request, end: int, new_blocks: BlockIds) -> None:
         """Add a request's next tokens, up to `end`.
 
-        The connector is told all blocks of who has not run with them yet.
+        The connector gets all blocks of a request that is new or resumed, else only its new blocks.
         """
         req_id, start = request.request_id, request.num_computed_tokens
         self.slices.append(RequestSlice(request, start, end))
@@ -80,7 +80,7 @@ class Step:
 
 
 class Scheduler:
-    """Owns every request that is not over."""
+    """The owner of every request that is not over."""
 
     def __init__(
         self, config: EngineConfig, cache: KVCache, connector: OffloadingConnector | None = None
@@ -93,7 +93,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.held: dict[str, Request] = {}
         self._held_for_loads: set[str] = set()
-        # What a connector has not been told yet.
+        # The changes that the connector does not know yet.
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
         self._speculative_blocks: set[int] = set()
@@ -101,7 +101,7 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
-        """Fill a step: who runs goes on and, if nobody lacked blocks for that, who waits comes in."""
+        """Fill a step: running requests go on; if none lacked blocks, waiting requests come in."""
         step = Step(self._config.max_num_batched_tokens)
         if self._continue_running(step):
             self._admit_waiting(step)
@@ -111,13 +111,16 @@ class Scheduler:
         return step
 
     def note_told(self, step: Step) -> None:
-        """Note that a connector, if there is one, knows of a step. Until then it is told in the next one."""
+        """Note that the connector, if any, knows of a step.
+
+        Until then the next step tells the changes again.
+        """
         self._finished -= step.view.finished_req_ids
         self._preempted -= step.view.preempted_req_ids
         self._speculative_blocks -= step.view.speculative_blocks
 
     def start_all_over(self) -> None:
-        """Send everybody back who runs: a step was cut off, and who knows how far it came.
+        """Send back all running requests, because a step was cut off at an unknown point.
 
         Tokens stay. KV that was counted as computed can be found again, and the rest is computed again.
         """
@@ -130,16 +133,16 @@ class Scheduler:
         preempted = len(self._preempted)
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
-                break  # preempted for an older one, as are all that follow
+                break  # this request and all that follow were preempted for an older one
             end = min(request.compute_end, request.num_computed_tokens + step.budget)
             if end > request.num_computed_tokens and not self._continue(step, request, end):
                 return False
         return len(self._preempted) == preempted
 
     def _continue(self, step: Step, request: Request, end: int) -> bool:
-        """Compute a request up to `end`, preempting younger ones for blocks.
+        """Compute a request up to `end`, preempting younger requests for blocks.
 
-        `False`: there is none younger, so it waits.
+        `False`: there is no younger request, so it waits.
         """
         while (new_blocks := self._cache.extend(request.table, request.num_computed_tokens, end)) is None:
             if self._release_held():
@@ -155,20 +158,18 @@ class Scheduler:
         return True
 
     def _send_back(self, request: Request) -> None:
-        """Take a request's blocks and let it wait, at the place of its age."""
+        """Take a request's blocks and let it wait, in the order of arrival."""
         self._cache.release(request.table)
         request.start_over()
         insort(self.waiting, request, key=_by_arrival)
 
     def _admit_waiting(self, step: Step) -> None:
-        """Let requests in, oldest first, up to the first that finds no room; one that must ask again is
-        passed over.
-        """
+        """Admit requests, oldest first, up to the first without room; skip those that must ask again."""
         for request in list(self.waiting):
             if len(self.running) + len(self.loading) == self._config.max_num_seqs:
                 break
             if request.request_id in self.held:
-                continue  # a load of its own that nobody waits for still fills blocks
+                continue  # an abandoned load of this request still fills blocks
             local = self._cache.find_prefix(request)
             external = self._ask(request, local)
             if external is None:
@@ -182,8 +183,8 @@ class Scheduler:
                 self._continue(step, request, min(request.num_tokens, local + step.budget))
 
     def _make_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether there is room for a request, if need be in blocks that only stores of finished
-        requests still read.
+        """Say whether there is room for a request; if need be, free blocks that only stores of finished
+        requests read.
         """
         return self._has_room(request, local, end) or (
             self._release_held() and self._has_room(request, local, end)
@@ -192,7 +193,7 @@ class Scheduler:
     def _release_held(self) -> bool:
         """Free the blocks that finished requests keep for their stores; say whether there were any.
 
-        A store that still reads one of them is ended before the step in which somebody else gets it.
+        A store that still reads such a block is ended before the step in which another request gets it.
         """
         stored = self.held.keys() - self._held_for_loads
         for req_id in stored:
@@ -200,9 +201,7 @@ class Scheduler:
         return bool(stored)
 
     def _has_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether a request can compute all of its tokens and one more beside those admitted
-        before it.
-        """
+        """Say whether a request can compute all its tokens and one more, beside the admitted requests."""
         promised = sum(
             max(
                 0,
@@ -218,7 +217,7 @@ class Scheduler:
         insort(self.running, request, key=_by_arrival)
 
     def finish_slice(self, request_slice: RequestSlice) -> None:
-        """Count a slice as computed; its full blocks can serve others from now on."""
+        """Count a slice as computed; its full blocks can serve other requests from now on."""
         request_slice.request.advance(request_slice.end - request_slice.start)
         self._cache.enter(request_slice.request)
 
@@ -232,7 +231,7 @@ class Scheduler:
         return external
 
     def _open(self, request: Request, local: int, external: int) -> None:
-        """Give a request its blocks. External tokens are loaded into them while other requests run."""
+        """Give a request its blocks. Its external tokens are loaded while other requests run."""
         request.table = self._cache.open(request, local, local + external)
         request.num_computed_tokens = local
         if request.first_token_at is None:
@@ -249,9 +248,9 @@ class Scheduler:
             insort(self.loading, request, key=_by_arrival)
 
     def _take_back(self, request: Request, connector: OffloadingConnector) -> None:
-        """Take a request's blocks, of which a connector may know.
+        """Take back a request's blocks, which the connector may know of.
 
-        If it has planned a load all the same, that keeps them.
+        If the connector has planned a load anyway, the load keeps the blocks.
         """
         former = copy(request)
         request.table = BlockTable()
@@ -263,9 +262,9 @@ class Scheduler:
             self._hold_or_release(former, hold, is_loading=hold)
 
     def foresee(self) -> RequestSlice | None:
-        """Return what the one loading request will compute first if its load succeeds, with blocks for it.
+        """Take blocks for the first slice that the one loading request will compute, and return the slice.
 
-        `None`: nobody loads, or several do, which are better computed together; or blocks are missing.
+        `None`: no request loads; several do, which are better computed together; or blocks are missing.
         """
         if len(self.loading) != 1:
             return None
@@ -278,9 +277,7 @@ class Scheduler:
         return RequestSlice(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:
-        """Take in which transfers are over: loaded requests run, and blocks that were held for a transfer
-        are free.
-        """
+        """Take in the ended transfers: let loaded requests run, and free blocks held for transfers."""
         for request in [
             request for request in self.loading if request.request_id in output.finished_recving
         ]:
@@ -291,11 +288,11 @@ class Scheduler:
             self._cache.release(self.held.pop(req_id).table)
 
     def _end_load(self, request: Request, invalid: set[int]) -> None:
-        """Let a loaded request run. What did not arrive is computed, and nothing else.
+        """Let a loaded request run. It computes only the blocks that did not arrive.
 
-        With a sliding window even one missing block needs all that came before it, and those were not
-        loaded: the request starts over. So does one whose load failed because of a reset: what it had on the
-        GPU before is as old as the load. The connector will not offer it a load again.
+        With a sliding window, computing even one missing block needs all blocks before it, and those were
+        not loaded: the request starts over. So does a request whose load failed because of a reset: its KV
+        on the GPU is as old as the load. The connector will not offer it a load again.
         """
         size, rows = self._cache.block_size, request.table.rows
         start, stop = request.num_computed_tokens // size, request.load_end // size
@@ -312,13 +309,13 @@ class Scheduler:
         self._set_running(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request in whatever state it is. Blocks that a transfer uses are kept until it is over."""
+        """End a request in any state. Blocks that a transfer uses are kept until the transfer is over."""
         is_loading = request in self.loading
         for queue in (self.waiting, self.loading, self.running):
             if request in queue:
                 queue.remove(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
-        self._preempted.discard(request.request_id)  # its id may come again before the next step
+        self._preempted.discard(request.request_id)  # its id may be used again before the next step
         hold = is_loading
         try:
             if self._connector is not None:
@@ -358,7 +355,7 @@ class Scheduler:
 
 
 def _runs(flags: list[bool], start: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs `[first, last)` of set flags, of which the first is at position `start`."""
+    """Yield the runs `[first, last)` of set flags; the first flag is at position `start`."""
     first = start
     for position, flag in enumerate([*flags, False], start):
         if not flag:

@@ -1,9 +1,8 @@
-"""Weights by the names of a Hugging Face checkpoint: from a local folder, or seeded random ones from a
-config alone.
+"""Weights by the names of a Hugging Face checkpoint: from a local folder, or random from a seed.
 
 A model folder holds `config.json` and `*.safetensors`, with `model.safetensors.index.json` if there are
-several. All of it is checked against the config before it is used; what is wrong is one `ModelError` line
-that opens with the file. Nothing is ever fetched. No state; any thread.
+several. All tensors are checked against the config before they are used; an error is one `ModelError` line
+that opens with the file. Nothing is ever downloaded. There is no state; any thread may call this.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def load_config(folder: str | Path) -> ModelConfig:
 def load_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
     """Load every tensor that the config calls for, on the CPU, in the dtype of the file.
 
-    Others are left alone.
+    Other tensors are ignored.
     """
     missing = weight_shapes(config)
     weights: dict[str, Tensor] = {}
@@ -63,11 +62,11 @@ def load_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
 def random_weights(
     config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Make weights from a seed, the same on every platform, with which outputs depend on all of the context.
+    """Make weights from a seed, the same on every platform, whose outputs depend on all of the context.
 
-    Uniform numbers come bit for bit from the generator's integers; normal ones would hang on a platform's
-    logarithm. Queries, keys and the vocabulary are scaled up: else attention is a plain average that one
-    token hardly moves, and the logits are nearly flat.
+    Uniform numbers come bit for bit from the generator's integers; normal ones would depend on a platform's
+    logarithm. Queries, keys and the vocabulary are scaled up: otherwise attention would be a plain average
+    that one token hardly changes, and the logits would be nearly flat.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -104,7 +103,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: expected a file that can be read ({error})") from None
-    except (ValueError, RecursionError) as error:  # not the parser's own: long numbers, deep nesting
+    except (ValueError, RecursionError) as error:  # also for long numbers and deep nesting
         raise ModelError(f"{path}: expected JSON, got something else ({error})") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got a {type(value).__name__}")
@@ -118,7 +117,7 @@ def _expect_folder(folder: Path) -> None:
 
 
 def _how_to_get_one(folder: str) -> str:
-    """Say what a model folder is, and a command after which there is one."""
+    """Say what a model folder is, and give a command that makes one."""
     download = f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(folder)}"
     return (
         "a model folder has config.json and *.safetensors; "
@@ -127,7 +126,7 @@ def _how_to_get_one(folder: str) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List the files that hold the weights, all of which exist."""
+    """Return the files that hold the weights; raise `ModelError` if one does not exist."""
     _expect_folder(folder)
     index = folder / _INDEX
     if index.is_file():
@@ -154,7 +153,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _load_file(path: Path, missing: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Load from one file what is still missing, and take it off the list."""
+    """Load the missing tensors that one file has, and remove them from `missing`."""
     weights: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -4,7 +4,7 @@
  * Where the processor can, pages are written past its caches. Stored pages are not read again soon, and
  * loaded pages are more than the caches hold. A write that need not fetch the cache line first costs a third
  * less memory traffic, so scattered pages are copied as fast as one large memcpy. This module is optional:
- * where it was not compiled, the Python form does the same, slower. tests/unit/test_pages.py compares the two.
+ * where it was not compiled, the Python form does the same, slower. tests/unit/test_pages.py compares them.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
