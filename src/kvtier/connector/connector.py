@@ -176,8 +176,8 @@ class OffloadingConnector:
     def await_layer(self, req_id: ReqId, layer_name: str, timeout: float) -> bool:
         """Wait until one layer of a request's load is in place; say whether that succeeded.
 
-        This is for an engine that computes before the load is reported: its result counts only if the load
-        succeeds.
+        On a device the caller's stream waits, not the caller. This is for an engine that computes before the
+        load is reported: its result counts only if the load succeeds.
         """
         return self._worker.await_layer(req_id, layer_name, timeout)
 

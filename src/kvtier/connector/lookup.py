@@ -37,7 +37,7 @@ def match_prefix(
 
     Where KV depends on the tokens after it (`OffloadingConfig.lookahead`), other tokens may have followed a
     stored chunk than follow it in this request. So the load ends early enough that the found chunks beyond
-    its end cover the lookahead: the last chunk found is computed anew.
+    its end cover the lookahead: the last chunk found is computed again.
     """
     found = _match_chunks(geometry, places, state, num_tokens)
     if not geometry.lookahead or found.reach == state.local:

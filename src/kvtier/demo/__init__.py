@@ -1,9 +1,9 @@
-"""The demonstration: multi-turn conversations over a GPU cache too small for them, without kvtier and then
-with it; then an engine over a disk that is killed and started again.
+"""The demo: multi-turn conversations over a GPU cache too small for them, without kvtier and then with it;
+then an engine over a disk that is killed and started again.
 
-`workload` says who asks what and when, `models` has the built-in model, `setup` makes the engines, `run`
-plays the workload on them, `restart` kills a process (`killed`) and starts it again, `result` holds what
-was measured and `summary` puts it into rows. Only running it needs torch.
+`workload` has the prompts and their order, `models` the built-in model. `setup` makes the engines, `run`
+plays the workload on them, `restart` kills a process (`killed`) and starts it again. `result` holds the
+measurements and `summary` puts them into rows. Only running the demo needs torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""An engine over a disk in a process of its own, which ends only by being killed.
+"""An engine over a disk in a process of its own, which ends only when it is killed.
 
-    process:    Ready -> Answered ... -> PassOver -> (the next pass) -> TierStats -> goes on answering
-    in a bad world:    Failure, at any point
+    messages:     Ready -> Answered ... -> PassOver -> (the next pass) -> TierStats -> goes on answering
+    on failure:   Failure, at any point
 
-Each pass asks the same prompts after the engine's own cache was emptied. Nothing is put in order at the
-end, as nothing is when the kernel or a person kills an engine; if whoever started the process is gone, it
-ends too. The only thread of its process.
+Each pass asks the same prompts after the engine's own cache was emptied. Nothing is cleaned up at the end,
+just as when the kernel or a person kills an engine. If the parent process is gone, this process ends too.
+This runs on the only thread of its process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STILL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the process is to do: `kvtier` has the disk tier, `passes` are the names of the passes."""
+    """The orders to the process: `kvtier` has the disk tier, `passes` are the names of the passes."""
 
     settings: DemoSettings
     kvtier: KVTierConfig
@@ -46,39 +46,39 @@ class Orders:
 
 
 class Ready(NamedTuple):
-    """The model is loaded, the tier is open, the process is warm."""
+    """A message: the model is loaded, the tier is open, the process is warm."""
 
     rows: int
-    """That the tier has brought from a process before."""
+    """The number of rows that the tier holds from an earlier process."""
 
 
 class Answered(NamedTuple):
-    """A request of a pass has finished."""
+    """A message: a request of a pass has finished."""
 
     name: str
     request: RequestResult
 
 
 class PassOver(NamedTuple):
-    """All requests of a pass have finished."""
+    """A message: all requests of a pass have finished."""
 
     wall_seconds: float
     cpu_seconds: float
 
 
 class Failure(NamedTuple):
-    """The process cannot go on."""
+    """A message: the process cannot go on."""
 
     why: str
 
 
 def serve_until_killed(connection: Connection[Any, Any], orders: Orders) -> None:
-    """Run the passes and tell of them. The main function of the process."""
-    logging.getLogger("kvtier").addHandler(logging.NullHandler())  # the other process does the talking
+    """Run the passes and report them. This is the main function of the process."""
+    logging.getLogger("kvtier").addHandler(logging.NullHandler())  # only the parent process prints
     try:
         with make_engine(orders.settings, orders.kvtier) as engine:
             _serve(engine, connection, orders)
-    except (KVTierError, MemoryError, OSError, RuntimeError) as error:  # torch has no memory: a RuntimeError
+    except (KVTierError, MemoryError, OSError, RuntimeError) as error:  # torch out of memory: RuntimeError
         with suppress(OSError):
             connection.send(Failure(str(error) or type(error).__name__))
 
@@ -105,7 +105,7 @@ def _serve(engine: Engine, connection: Connection[Any, Any], orders: Orders) -> 
 
 
 def _go_on(engine: Engine, connection: Connection[Any, Any], prompt: list[int]) -> None:
-    """Be in the middle of an answer when the end comes."""
+    """Answer a long request, so that the kill comes in the middle of it."""
     from kvtier.engine import SamplingParams
 
     engine.add_request(prompt, SamplingParams(max_tokens=engine.max_model_len, ignore_eos=True))
@@ -125,7 +125,7 @@ def _manager_of(engine: Engine) -> TieredOffloadingManager:
 
 
 def _await_open(engine: Engine, manager: TieredOffloadingManager) -> None:
-    """Step until the tier is open: of a model in files, its content has to be digested first."""
+    """Step until the tier is open. The files of a model have to be hashed first."""
     until = time.monotonic() + _OPEN_SECONDS
     while (state := manager.tier_stats()[0].state) != "open":
         if time.monotonic() > until:
@@ -134,7 +134,7 @@ def _await_open(engine: Engine, manager: TieredOffloadingManager) -> None:
 
 
 def _await_written(engine: Engine, manager: TieredOffloadingManager) -> None:
-    """Step until all rows of the pool are on disk, or none has come there for a while."""
+    """Step until all rows of the pool are on disk, or none has been written for a while."""
     written, until = -1, 0.0
     while (tier := manager.tier_stats()[0]).used < manager.stats().ready:
         now = time.monotonic()

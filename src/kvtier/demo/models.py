@@ -1,7 +1,6 @@
 """The built-in demo models: Llama configs for seeded random weights, so that nothing is downloaded.
 
-Random weights answer nonsense, but they compute exactly as trained ones do: a wrong byte of KV changes the
-tokens.
+Random weights answer nonsense, but compute exactly as trained ones: a wrong byte of KV changes the tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asking an engine: what all runs have in common, those of processes that are killed too."""
+"""The functions to ask an engine that all runs share, also the runs in processes that are killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 64
 def play(
     engine: Engine, prompts: Mapping[Turn, Sequence[int]], *, answer: int, concurrency: int
 ) -> Iterator[RequestResult]:
-    """Ask prompts in their order, `concurrency` at a time, and yield each that is answered."""
+    """Ask prompts in their order, `concurrency` at a time, and yield the result of each."""
     from kvtier.engine import SamplingParams
 
     params = SamplingParams(max_tokens=answer, ignore_eos=True)
@@ -37,7 +37,7 @@ def play(
 
 
 def request_result(turn: Turn, prompt_tokens: int, output: RequestOutput) -> RequestResult:
-    """Return what was measured of a request that has finished."""
+    """Return the measurements of a finished request."""
     source, ttft = output.source, output.ttft
     assert source is not None
     assert ttft is not None
@@ -65,6 +65,6 @@ def warm_up(engine: Engine, seed: int) -> None:
 
 
 def _random_prompt(engine: Engine, seed: str, length: int) -> list[int]:
-    """Return tokens that no conversation has, fewer than `length` if the engine has no room for so many."""
+    """Return `length` tokens that no conversation has; fewer if the engine has no room for so many."""
     random, vocabulary = Random(seed), engine.model.config.vocab_size
     return [random.randrange(vocabulary) for _ in range(min(length, engine.max_model_len - 2))]

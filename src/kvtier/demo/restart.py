@@ -1,10 +1,10 @@
 """The run over a disk: an engine's process is killed with SIGKILL and started again over the same folder.
 
-The first process answers some prompts of the demo's last turn twice: computing them, and from the pool. In
-the middle of its next answer it is killed. The second answers the same prompts from what is on disk. All
-tokens must be those that were computed. The rule that would compute instead of loading is off in both
-processes, so that the disk is seen whatever it is worth. The folder is a temporary one and is removed, as
-are the processes, whatever happens. One thread.
+The first process answers some prompts of the demo's last turn twice: it computes them, and then loads them
+from the pool. It is killed in the middle of its next answer. The second process answers the same prompts
+from the rows on disk. All tokens must equal the computed ones. The rule that prefers computing to a slower
+load is off in both processes, so that the disk is used even if it is slow. The folder is temporary; it and
+the processes are removed in every case. One thread uses this.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvtier.tiers.base import TierStats
 __all__ = ["run_restart"]
 
 _MOST_PROMPTS = 5
-"""Computing more would take longer than the demo is worth."""
+"""The most prompts: computing more would take too long for a demo."""
 _POOL_SHARE = 0.8
-"""The prompts have to fit into the pool, or it could not answer them all."""
+"""The share of the pool that the prompts may fill: all of them have to fit into it."""
 _ROW_OVERHEAD = 1024
-"""More than the record and the description of a row take."""
+"""A bound on the bytes of a row's record and description."""
 _PATIENCE = 120.0
 _LOAD_DEADLINE = 10.0
-"""Of a load: a busy machine should show the disk too."""
+"""The least deadline of a load, in seconds, so that a busy machine uses the disk too."""
 
 _T = TypeVar("_T")
 
 
 def run_restart(settings: DemoSettings, result: DemoResult, watcher: Watcher) -> RestartResult:
-    """Kill and restart an engine over a folder. `OutsideError` in one line if the disk cannot be used."""
+    """Kill and restart an engine over a folder. Raise `OutsideError` if the disk cannot be used."""
     parent = settings.disk_folder
     assert parent is not None
     mount = find_mount(parent)
@@ -84,7 +84,7 @@ def _run(orders: Orders, result: DemoResult, watcher: Watcher) -> RestartResult:
 
 
 def _choose_prompts(settings: DemoSettings, result: DemoResult) -> tuple[dict[Turn, list[int]], int]:
-    """Return the first prompts of the last turn that fit into the pool, and how many rows they have."""
+    """Return the first prompts of the last turn that fit into the pool, and their number of rows."""
     workload = settings.workload
     asked = result.off.requests
     answers = {Turn(request.conversation, request.turn): request.token_ids for request in asked}
@@ -111,7 +111,7 @@ def _rows_of(settings: DemoSettings, tokens: int) -> int:
 def _order(
     settings: DemoSettings, result: DemoResult, prompts: dict[Turn, list[int]], rows: int, folder: str
 ) -> Orders:
-    """Give the disk room for the prompts, and for the answer in whose middle the process is killed."""
+    """Make the orders. The disk has room for the prompts, and for the answer that the kill interrupts."""
     assert result.on.pool is not None
     longest = _rows_of(settings, settings.num_blocks * settings.block_size)
     capacity = (2 * rows + longest + 64) * (result.on.pool.row_bytes + _ROW_OVERHEAD)
@@ -122,14 +122,14 @@ def _order(
 
 
 class _EngineProcess:
-    """A child process that serves. It is killed when the context ends, at the latest."""
+    """A child process that runs an engine. It is killed when the context ends, at the latest."""
 
     def __init__(self, orders: Orders, patience: float) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._patience = patience
         self._connection, theirs = spawn.Pipe()
         self._process = spawn.Process(target=serve_until_killed, args=(theirs, orders), daemon=True)
-        # The terminal's Ctrl-C is for this process, which kills the other: it must not end with a traceback.
+        # A Ctrl-C is for this process, which kills the child. The child must not end with a traceback.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
@@ -147,13 +147,13 @@ class _EngineProcess:
         self._connection.close()
 
     def kill(self) -> int:
-        """End the process with SIGKILL, if that was not done, and return its exit code: minus nine."""
+        """End the process with SIGKILL, if it has not ended, and return its exit code: -9."""
         self._process.kill()
         self._process.join()
         return self._process.exitcode or 0
 
     def watch(self, name: str, requests: int, watcher: Watcher) -> RunResult:
-        """Wait until a pass is over, and tell the watcher of its requests."""
+        """Wait until a pass is over, and report its requests to the watcher."""
         watcher.begin(name, requests)
         answered = []
         for _ in range(requests):
@@ -166,7 +166,10 @@ class _EngineProcess:
         return result
 
     def expect(self, kind: type[_T]) -> _T:
-        """Wait for the next message. `OutsideError` if the process fails, ends or says nothing for long."""
+        """Wait for the next message.
+
+        Raise `OutsideError` if the process fails, ends or is silent for long.
+        """
         if not self._connection.poll(self._patience):
             raise OutsideError(f"the engine's process said nothing for {self._patience:.0f} s")
         try:

@@ -1,8 +1,8 @@
-"""The results of a demo: each request of the run without kvtier (`off`), of the one with it (`on`) and of
-those over a disk before and after a kill (`restart`), and their sums.
+"""The results of a demo: each request of the run without kvtier (`off`), of the run with it (`on`) and of
+the runs over a disk before and after a kill (`restart`), and their sums.
 
-Requests of all runs stand in the order in which they were asked, which is the same. Times are in seconds
-unless a name ends in `_ms`. Immutable; any thread.
+All runs list their requests in the same order, the order of asking. Times are in seconds unless a name ends
+in `_ms`. Results are immutable; any thread may use them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Return a percentile with linear interpolation; 0 of nothing."""
+    """Return a percentile with linear interpolation; 0 if there are no values."""
     return float(np.percentile(values, percent)) if values else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """One request that has finished. `from_gpu`, `from_tiers` and `recomputed` sum to `prompt_tokens`."""
+    """The result of a request. `from_gpu`, `from_tiers` and `recomputed` sum up to `prompt_tokens`."""
 
     conversation: int
     turn: int
@@ -51,7 +51,7 @@ class RequestResult:
 
 
 class PoolUse(NamedTuple):
-    """How full the pool was at the end of a run, in slots, and how many chunks had to leave it."""
+    """The use of the pool at the end of a run, in slots, and the number of chunks that were evicted."""
 
     used: int
     slots: int
@@ -63,7 +63,7 @@ class PoolUse(NamedTuple):
 class RunResult:
     """One pass through the workload, up to the last token.
 
-    On a busy machine `cpu_seconds` say more than `wall_seconds`.
+    On a busy machine `cpu_seconds` are a better measure than `wall_seconds`.
     """
 
     requests: tuple[RequestResult, ...]
@@ -73,22 +73,22 @@ class RunResult:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """The tokens of all prompts."""
         return sum(request.prompt_tokens for request in self.requests)
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all answers."""
+        """The tokens of all answers."""
         return sum(len(request.token_ids) for request in self.requests)
 
     @property
     def from_gpu(self) -> int:
-        """Prompt tokens whose KV the engine's own cache had."""
+        """The prompt tokens whose KV the engine's own cache had."""
         return sum(request.from_gpu for request in self.requests)
 
     @property
     def from_tiers(self) -> dict[str, int]:
-        """Prompt tokens whose KV was loaded, by tier."""
+        """The prompt tokens whose KV was loaded, by tier."""
         tokens: Counter[str] = Counter()
         for request in self.requests:
             tokens.update(request.from_tiers)
@@ -96,32 +96,32 @@ class RunResult:
 
     @property
     def recomputed(self) -> int:
-        """Prompt tokens that were computed."""
+        """The prompt tokens that were computed."""
         return sum(request.recomputed for request in self.requests)
 
     @property
     def preemptions(self) -> int:
-        """How often a request lost its blocks to an older one."""
+        """The number of times that a request lost its blocks to an older one."""
         return sum(request.preemptions for request in self.requests)
 
     @property
     def generated_per_second(self) -> float:
-        """Answer tokens a second."""
+        """The answer tokens per second."""
         return self.generated_tokens / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and answer tokens a second."""
+        """The prompt and answer tokens per second."""
         return (self.prompt_tokens + self.generated_tokens) / self.wall_seconds if self.wall_seconds else 0.0
 
     def ttft_ms(self, percent: float, *, from_turn: int = 1) -> float:
-        """Return a percentile of the time to first token, of all requests or of those from some turn on."""
+        """Return a percentile of the time to first token, of all requests from a turn on."""
         times = [request.ttft for request in self.requests if request.turn >= from_turn]
         return percentile(times, percent) * 1000
 
 
 class Difference(NamedTuple):
-    """The first place where an answer differs; `None` stands where one of them had ended."""
+    """The first position where two answers differ; a token is `None` if its answer had ended."""
 
     conversation: int
     turn: int
@@ -129,7 +129,7 @@ class Difference(NamedTuple):
     off: int | None
     on: int | None
     run: str = "on"
-    """In which it differs from the run without kvtier; `on` is the token there."""
+    """The run that differs from the run without kvtier; `on` is its token."""
 
     def __str__(self) -> str:
         tokens = f"token {self.off} without kvtier, {self.on} {_RUNS[self.run]}"
@@ -146,19 +146,19 @@ _RUNS = {
 
 @dataclass(frozen=True, slots=True)
 class RestartResult:
-    """The same prompts three times: computed, from the pool, and from disk after that process was killed."""
+    """The results of the same prompts three times: computed, from the pool, and from disk after a kill."""
 
     computed: RunResult
     pool: RunResult
     disk: RunResult
     exit_code: int
-    """Of the first process: minus nine, the number of SIGKILL."""
+    """The exit code of the first process: -9, for SIGKILL."""
     restart_seconds: float
-    """From the kill until the second process could answer: Python, torch, the model and the tier load."""
+    """The time from the kill until the second process could answer, with Python, torch and model loaded."""
     rows_found: int
-    """Rows that the second process found on disk."""
+    """The number of rows that the second process found on disk."""
     tiers: tuple[TierStats, TierStats]
-    """What the disk tier had counted in the first process and in the second, when they were killed."""
+    """The statistics of the disk tier in the first and the second process, just before each was killed."""
 
     @property
     def runs(self) -> dict[str, RunResult]:
@@ -201,11 +201,11 @@ class DemoResult:
     config: dict[str, Any] = field(default_factory=dict)
     restart: RestartResult | None = None
     restart_skipped: str | None = None
-    """Why there was no run over a disk, although one was asked for."""
+    """The reason why there was no run over a disk, although one was asked for."""
 
     @property
     def difference(self) -> Difference | None:
-        """The first token that is not the same as in the run without kvtier, in the order of asking."""
+        """The first token that differs from the run without kvtier, in the order of asking."""
         return next(self._differences(), None)
 
     @property
@@ -215,19 +215,19 @@ class DemoResult:
 
     @property
     def compared_tokens(self) -> int:
-        """How many generated tokens were compared with those of the run without kvtier."""
+        """The number of generated tokens that were compared with the run without kvtier."""
         restarted = [] if self.restart is None else self.restart.runs.values()
         return self.on.generated_tokens + sum(run.generated_tokens for run in restarted)
 
     @property
     def ttft_speedup_p50(self) -> float:
-        """How many times sooner the first token comes, at the median."""
+        """The factor by which the first token comes sooner, at the median."""
         on = self.on.ttft_ms(50)
         return self.off.ttft_ms(50) / on if on else 0.0
 
     @property
     def why_missing(self) -> dict[str, int]:
-        """For how many requests each reason kept the first missing chunk from being loaded, most frequent
+        """The number of requests by the reason why their first missing chunk was not loaded, most frequent
         first.
         """
         reasons = Counter(
@@ -236,7 +236,7 @@ class DemoResult:
         return dict(reasons.most_common())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for JSON. Counts at the top are those of the run with kvtier."""
+        """Return everything as plain values for JSON. Top-level counts are those of the run with kvtier."""
         off, on = self.off, self.on
         return {
             "identical": self.identical,

@@ -1,9 +1,9 @@
-"""Plays the workload on an engine without kvtier and on one with it, and measures; then the run over a
+"""`run_demo`: measures the workload on an engine without kvtier and on one with it; then the run over a
 disk.
 
-Both get the same prompts in the same order, and both are warm when the clock starts. Answers are greedy. By
-default activations are float64, so that rounding does not depend on who shares a batch and the runs can be
-compared token by token. Whatever happens, the engines are closed. One thread.
+Both engines get the same prompts in the same order, and both are warm when the clock starts. Answers are
+greedy. By default activations are float64, so that rounding does not depend on which requests share a batch,
+and the runs can be compared token by token. The engines are closed in every case. One thread uses this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["run_demo"]
 
 
 def run_demo(settings: DemoSettings, watcher: Watcher) -> DemoResult:
-    """Run the workload without and with kvtier, kill and restart an engine, and return what was measured."""
+    """Run the workload without and with kvtier, kill and restart an engine, and return the measurements."""
     result = _compare(settings, watcher)
     if settings.disk_folder is None:
         return result
@@ -70,8 +70,8 @@ def _run(name: str, engine: Engine, settings: DemoSettings, watcher: Watcher) ->
 
 
 class _People:
-    """Those who talk to an engine: `concurrency` at a time, in a fixed order, each with all that was said
-    before.
+    """The users of an engine: `concurrency` of them ask at a time, in a fixed order. Each prompt holds the
+    whole conversation so far.
     """
 
     def __init__(self, engine: Engine, settings: DemoSettings) -> None:
@@ -91,9 +91,9 @@ class _People:
         return bool(self._waiting or self._asking)
 
     def ask(self) -> None:
-        """Send the next prompts, if fewer than `concurrency` wait for an answer.
+        """Send the next prompts, while fewer than `concurrency` users wait for an answer.
 
-        Nobody asks before their last answer.
+        A user asks only after the last answer has come.
         """
         busy = {turn.conversation for turn in self._asking.values()}
         while self._waiting and len(busy) < self._concurrency and self._waiting[0].conversation not in busy:
@@ -116,7 +116,7 @@ class _People:
 
 
 def _note_capacity(settings: DemoSettings, engine: Engine, watcher: Watcher) -> None:
-    """Say so if the pool cannot hold all conversations: evictions are then part of what is shown."""
+    """Tell the watcher if the pool cannot hold all conversations, so that evictions are expected."""
     needed, capacity = settings.workload.total() * token_bytes(engine), settings.kvtier.cpu.capacity
     if needed > capacity:
         watcher.note(
@@ -127,7 +127,7 @@ def _note_capacity(settings: DemoSettings, engine: Engine, watcher: Watcher) -> 
 
 
 def _pool_use(engine: Engine) -> PoolUse | None:
-    """Return how full the pool is; `None` without kvtier."""
+    """Return the use of the pool; `None` without kvtier."""
     from kvtier.offload import CPUOffloadingManager
 
     scheduler = None if engine.connector is None else engine.connector.connector_scheduler

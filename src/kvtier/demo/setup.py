@@ -1,7 +1,7 @@
 """The settings of a demo, and the engines made from them.
 
-The two engines of one process have the same model, loaded once, and the same settings; nothing differs but
-the connector. Sizes that do not go together are refused before anything is allocated. One thread.
+The two engines of one process have the same model, loaded once, and the same settings; only the connector
+differs. Sizes that do not fit together are refused before anything is allocated. One thread uses this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ __all__ = ["DemoSettings", "describe", "make_engine", "open_engines", "token_byt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """What is run. `gpu_blocks` left out: half as many again as the conversations need that run at once."""
+    """The settings of a demo.
+
+    By default `gpu_blocks` is 1.5 times the blocks of the conversations that run at once.
+    """
 
     kvtier: KVTierConfig
     model: Path | dict[str, Any] = field(default_factory=lambda: DEMO_MODEL)
@@ -41,7 +44,7 @@ class DemoSettings:
     dtype: str = "float32"
     compute_dtype: str = "float64"
     disk_folder: Path | None = None
-    """In which the run over a disk makes a folder and removes it; `None`: there is no such run."""
+    """The folder in which the run over a disk makes and removes a folder; `None`: there is no such run."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "concurrency"):
@@ -50,14 +53,14 @@ class DemoSettings:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the engine's cache, the null block among them."""
+        """The number of blocks of the engine's cache, including the null block."""
         if self.gpu_blocks is not None:
             return self.gpu_blocks
         return 1 + -(-3 * self.concurrency * self.workload.longest() // (2 * self.block_size))
 
 
 def open_engines(settings: DemoSettings, stack: ExitStack) -> tuple[Engine, Engine]:
-    """Return the engine with kvtier and the one without, which `stack` closes."""
+    """Return the engine with kvtier and the engine without it; `stack` closes both."""
     import torch
 
     config = _engine_config(settings)
@@ -69,7 +72,7 @@ def open_engines(settings: DemoSettings, stack: ExitStack) -> tuple[Engine, Engi
 
 
 def _make_engines(settings: DemoSettings, config: EngineConfig, stack: ExitStack) -> tuple[Engine, Engine]:
-    """Make the engine with kvtier first: it is the one that may be refused."""
+    """Make both engines, first the one with kvtier, because its settings may be refused."""
     from kvtier.engine import Engine
 
     on = stack.enter_context(make_engine(settings, settings.kvtier))
@@ -82,7 +85,7 @@ def _make_engines(settings: DemoSettings, config: EngineConfig, stack: ExitStack
 
 
 def make_engine(settings: DemoSettings, kvtier: KVTierConfig) -> Engine:
-    """Load the model and make an engine over kvtier with these settings of it."""
+    """Load the model and make an engine with these settings of kvtier."""
     from kvtier.engine import Engine
 
     config = _engine_config(settings)
@@ -107,9 +110,7 @@ def _engine_config(settings: DemoSettings) -> EngineConfig:
 
 
 def _refuse_misfits(settings: DemoSettings) -> None:
-    """Compare the sizes of the model, its cache, a chunk and the conversations before anything
-    is allocated.
-    """
+    """Refuse sizes of model, cache, chunk and conversations that do not fit, before allocating anything."""
     import torch
 
     from kvtier.engine.model_config import ModelConfig

@@ -1,6 +1,6 @@
-"""The demo's result in rows for people: what the terminal's table and the report's table both show.
+"""The demo's result as rows of text, which the terminal's table and the report's table both show.
 
-Pure; any thread.
+Everything here is pure; any thread may call it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 RESTART_RUNS = {"computed": "computed", "pool": "from the pool", "disk": "disk, after kill -9"}
-"""The runs over a disk, and what people call them."""
+"""The runs over a disk, and their labels."""
 
 MEANINGS = {
     "nothing": "All whole chunks were there; only the rest of the prompt, less than a chunk, was computed.",
@@ -46,11 +46,11 @@ MEANINGS = {
     "no room in the pool to promote it": "Other promotions had taken their share of the pool.",
     "beyond what the request may load": "The request has set a limit on what is loaded for it.",
 }
-"""What each reason for a missing chunk says to a reader."""
+"""An explanation of each reason for a missing chunk."""
 
 
 class Row(NamedTuple):
-    """One line of the table. `change` compares the run with kvtier to the one without."""
+    """One line of the table. `change` compares the run with kvtier to the run without it."""
 
     label: str
     off: str
@@ -59,14 +59,14 @@ class Row(NamedTuple):
 
 
 def format_ms(milliseconds: float) -> str:
-    """Write a time for people, to three digits: `0.85 ms`, `120 ms`, `1.50 s`."""
+    """Return a time as text with three digits: `0.85 ms`, `120 ms`, `1.50 s`."""
     value, unit = (milliseconds / 1000, "s") if milliseconds >= 999.5 else (milliseconds, "ms")
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
 
 
 def describe_model(result: DemoResult) -> str:
-    """Say which model ran: `built-in model (llama), 9.97 million parameters, random weights`."""
+    """Describe the model: `built-in model (llama), 9.97 million parameters, random weights`."""
     model = result.config.get("model", {})
     words = [str(model.get("name", "model of no name"))]
     if "family" in model:
@@ -106,7 +106,7 @@ def summarize(result: DemoResult) -> Iterator[Row]:
 
 
 def describe_restart(restart: RestartResult) -> str:
-    """Say what was done, in a sentence or two."""
+    """Describe the run over a disk in two sentences."""
     count = len(restart.disk.requests)
     prompts = f"{count} prompts of the last turn were" if count > 1 else "A prompt of the last turn was"
     return (
@@ -130,8 +130,8 @@ def summarize_restart(restart: RestartResult) -> Iterator[tuple[str, str, str, s
 
 
 def describe_tiers(restart: RestartResult) -> list[str]:
-    """Say what the disk tier had counted in either process."""
-    from kvtier.connector.metrics import describe_tier  # late: a command that shows help needs no sockets
+    """Describe the statistics of the disk tier in both processes."""
+    from kvtier.connector.metrics import describe_tier  # late: showing help should import no sockets
 
     before, after = restart.tiers
     return [f"killed, {describe_tier(before)}", f"restarted, {describe_tier(after)}"]

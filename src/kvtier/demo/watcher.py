@@ -1,4 +1,4 @@
-"""`Watcher`: sees the progress of a demo."""
+"""`Watcher`: the observer of a demo's progress."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Watcher"]
 
 
 class Watcher(Protocol):
-    """Calls come on the thread that runs the demo."""
+    """An observer of a demo's progress. The thread that runs the demo calls it."""
 
     def note(self, text: str) -> None:
-        """Say something worth knowing."""
+        """Take a remark for the user."""
         ...
 
     def begin(self, run: str, requests: int) -> None:
-        """Tell that a run begins: `off`, `on` or one over a disk, `computed`, `pool` or `disk`."""
+        """Note that a run begins: `off`, `on` or, over a disk, `computed`, `pool` or `disk`."""
         ...
 
     def advance(self, run: str, request: RequestResult) -> None:
-        """Tell that a request of it has finished."""
+        """Note that a request of a run has finished."""
         ...
 
     def end(self, run: str, result: RunResult) -> None:
-        """Tell that it is over."""
+        """Note that a run is over."""
         ...

@@ -1,13 +1,14 @@
-"""The workload of a demo: conversations that share a system prompt and come back when the cache forgot them.
+"""The workload of a demo: conversations that share a system prompt and return after the cache forgot them.
 
     turn 1   system | opening message                                       -> answer 1
     turn 2   system | opening message | answer 1 | message 2                -> answer 2
     ...
 
-Each prompt is all that was said before, so that all but its last message has been computed once already.
+Each prompt holds the whole conversation so far, so all of it but the last message has been computed before.
 
-Every round takes all conversations in a new order, as people come back when they like. Tokens are drawn from
-a seed, the same on every platform; answers are the engine's own. Immutable; any thread.
+Every round takes all conversations in a new order, as users return in any order. Tokens are drawn from a
+seed, the same on every platform; answers are the engine's own. A `Workload` is immutable; any thread may use
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Turn", "Workload"]
 
 
 class Turn(NamedTuple):
-    """One request: the `turn`-th of a conversation, both counted from 1."""
+    """One request: a turn of a conversation, both numbered from 1."""
 
     conversation: int
     turn: int
@@ -31,16 +32,16 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The shape of the conversations. Lengths are in tokens; messages vary by a quarter around theirs."""
+    """The shape of the conversations. Lengths are in tokens; messages vary by up to a quarter."""
 
     conversations: int = 10
     turns: int = 4
     system: int = 192
-    """The prompt that all conversations share."""
+    """The length of the prompt that all conversations share."""
     opening: int = 896
-    """The first message: a document to talk about."""
+    """The length of the first message: a document to talk about."""
     message: int = 24
-    """Each later message."""
+    """The length of each later message."""
     answer: int = 16
     seed: int = 0
 
@@ -53,7 +54,7 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """How many requests there are."""
+        """The number of requests."""
         return self.conversations * self.turns
 
     def rounds(self) -> Iterator[Turn]:
@@ -73,7 +74,7 @@ class Workload:
         return _draw(random, self._length_of(turn, random), vocabulary)
 
     def prompt_of(self, turn: Turn, answers: Mapping[Turn, Sequence[int]], vocabulary: int) -> list[int]:
-        """Return all that was said in a conversation up to a turn, whose answer comes next."""
+        """Return the prompt of a turn: the whole conversation up to the turn's message."""
         said = self.system_prompt(vocabulary)
         for number in range(1, turn.turn + 1):
             earlier = Turn(turn.conversation, number)

@@ -477,7 +477,7 @@ class Engine:
         )
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Say where a prompt came from, and why not all from a cache; `None` without kvtier or if unknown."""
+        """Say where a prompt came from, and why not all from a cache; `None`: no kvtier, or not known."""
         name = read_text("request_id", request_id)
         return None if self.connector is None else self.connector.explain(name)
 

@@ -277,7 +277,7 @@ class Scheduler:
         return RequestSlice(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:
-        """Take in the transfers that are over: let loaded requests run, and free blocks held for transfers."""
+        """Take in the ended transfers: let loaded requests run, and free blocks held for transfers."""
         for request in [
             request for request in self.loading if request.request_id in output.finished_recving
         ]:

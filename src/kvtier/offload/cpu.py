@@ -106,7 +106,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         settings = self.config.settings
         if self.config.num_slots == 0:
             logger.info("cpu.capacity is 0: nothing is stored and nothing is loaded")
-        # Check before the books are made. Workers may have taken their memory by now, so check the total.
+        # Workers may have taken the memory by now, so the total is checked; and before the manager is made.
         expect_total_memory(self.config.num_slots * self.config.slot_bytes)
         return CPUOffloadingManager(
             self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold

@@ -1,6 +1,6 @@
-"""The figures of the demo's report: four, and one more of the run over a disk.
+"""The figures of the demo's report: four of the two runs, and one of the run over a disk.
 
-Each function takes a result and returns one SVG. Pure; any thread.
+Each function takes a result and returns one SVG. All are pure; any thread may call them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESTART = (
 
 
 class Figure(NamedTuple):
-    """A plot and what is written around it. The legend pairs CSS classes with words."""
+    """A plot with its title, caption and legend. The legend pairs CSS classes with words."""
 
     title: str
     caption: str
@@ -77,9 +77,7 @@ def _ttft(result: DemoResult) -> str:
 
 
 def _mark_turns(plot: Plot, requests: Sequence[RequestResult]) -> None:
-    """Shade every other turn, and write below what there is room for: the turns, or the numbers of some
-    requests.
-    """
+    """Shade every other turn, and label the turns or, if there is no room, some request numbers."""
     turns = [request.turn for request in requests]
     bounds = {
         turn: (turns.index(turn) + 0.5, len(turns) - turns[::-1].index(turn) + 0.5)
@@ -120,7 +118,7 @@ def _ecdf(result: DemoResult) -> str:
 
 
 def _spaced(plot: Plot, labels: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Leave out labels that would touch the one before."""
+    """Return the labels without those that would touch the one before."""
     kept: list[tuple[float, str]] = []
     for value, label in labels:
         if not kept or plot.x(value) - plot.x(kept[-1][0]) > 60:
@@ -162,7 +160,7 @@ def _mean_sources(run: RunResult, turn: int) -> dict[str, float]:
 
 
 def _stack(plot: Plot, left: float, width: float, parts: dict[str, float], what: str) -> None:
-    """Draw one bar, source upon source."""
+    """Draw one bar, with the sources stacked."""
     below = 0.0
     for source, label in SOURCES:
         if tokens := parts[source]:
@@ -189,7 +187,7 @@ def _computed(result: DemoResult) -> str:
     for name, sums in runs.items():
         plot.line([(0, 0), *enumerate(sums, 1)], name)
     ends = {name: plot.y(sums[-1]) - 9 for name, sums in runs.items() if sums}
-    if ends and ends["on"] - ends["off"] < 16:  # too close to stand above both lines
+    if ends and ends["on"] - ends["off"] < 16:  # the labels are too close to be above both lines
         ends["on"] = ends["off"] + 32
     for name, place in ends.items():
         plot.text(RIGHT, max(place, TOP + 4), f"{runs[name][-1]:,}", f"value {name}")

@@ -1,7 +1,7 @@
 """The page: the demo's numbers, its plots and how they were measured, in one HTML file.
 
-It needs nothing but itself: no script, no font, no link leaves the page. It is well-formed XML, follows the
-reader's light or dark mode, and fits a phone. Pure; any thread.
+The page loads nothing: no script, no font, no link leads out of it. It is well-formed XML, follows the
+reader's light or dark mode, and fits a phone. Everything here is pure; any thread may call it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PAGE = """<!DOCTYPE html>
 
 
 def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
-    """Return the page. `command` is what a reader types to repeat the run."""
+    """Return the page. `command` is the command line that repeats the run."""
     body = [
         _headline(result),
         '<section class="plots">',
@@ -148,7 +148,7 @@ def _summary_table(result: DemoResult) -> str:
 
 
 def _restart(result: DemoResult) -> Iterator[str]:
-    """Yield the section on the run over a disk, or why there was none."""
+    """Yield the section on the run over a disk, or the reason why there was none."""
     restart, title = result.restart, "Killed, and started again over its disk"
     if restart is not None:
         rows = [(_indented(label), *values) for label, *values in summarize_restart(restart)]
@@ -166,7 +166,7 @@ def _indented(label: str) -> str:
 
 
 def _why_table(result: DemoResult) -> str:
-    """Say, for the run with kvtier, why the first missing chunk of each request was missing."""
+    """Return the table of reasons why the first missing chunk of each request was missing, with kvtier."""
     requests, tokens = Counter[str](), Counter[str]()
     for request in result.on.requests:
         reason = request.first_miss or "nothing"
@@ -215,7 +215,7 @@ def _precision(config: dict[str, Any]) -> str:
 
 
 def _settings(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what the runs were set to, one line for each part."""
+    """Yield the settings of the runs, one line for each part."""
     for part, values in config.items():
         yield part, " · ".join(f"{name}: {value}" for name, value in _flatten(values))
 
@@ -271,9 +271,7 @@ class _Html(str):
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
-    """Return a table: on a phone a paragraph for each row, elsewhere one that scrolls where it
-    is too wide.
-    """
+    """Return a table. A phone shows each row as a paragraph; elsewhere a wide table scrolls."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(map(_cell, head, row))}</tr>" for row in rows)
     table = f'<table class="{css}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'

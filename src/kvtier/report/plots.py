@@ -1,9 +1,9 @@
 """Small plots as inline SVG: scales with round ticks, axes with units, and marks that take their colours
 from the page's CSS.
 
-A `Plot` is drawn mark by mark and ends in `svg()`, which is well-formed XML without scripts, fonts or links.
-It scales with the page; text is sized so that it can still be read on a phone. Values that cannot be placed
-(nothing to show, zero on a logarithm) are moved to the edge, never an error. Pure; any thread.
+A `Plot` is drawn mark by mark; `svg()` returns it as well-formed XML without scripts, fonts or links. It
+scales with the page, and its text is large enough for a phone. Values that cannot be placed (zero on a
+logarithm) are moved to the edge and are never an error. One thread uses a plot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Point = tuple[float, float]
 
 
 def format_count(value: float) -> str:
-    """Write a count for an axis: `850`, `12k`, `1.5M`."""
+    """Return a count as text for an axis: `850`, `12k`, `1.5M`."""
     for factor, unit in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{unit}"
@@ -31,25 +31,25 @@ def format_count(value: float) -> str:
 
 
 def format_time(milliseconds: float) -> str:
-    """Write a time for an axis: `50 ms`, `2 s`."""
+    """Return a time as text for an axis: `50 ms`, `2 s`."""
     return f"{milliseconds / 1000:g} s" if milliseconds >= 1000 else f"{milliseconds:g} ms"
 
 
 class Scale(Protocol):
-    """Maps values to the length of an axis."""
+    """A map of values to positions on an axis."""
 
     def place(self, value: float) -> float:
-        """Return where a value lies, 0 at the start of the axis and 1 at its end."""
+        """Return the position of a value: 0 at the start of the axis, 1 at its end."""
         ...
 
     def ticks(self) -> list[float]:
-        """Return the values to write on the axis."""
+        """Return the values that are labelled on the axis."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Even distances from `low` to `high`."""
+    """A linear scale from `low` to `high`."""
 
     low: float
     high: float
@@ -72,7 +72,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Even factors from `low` to `high`, both above 0."""
+    """A logarithmic scale from `low` to `high`, both above 0."""
 
     low: float
     high: float
@@ -134,10 +134,10 @@ class Plot:
             self._axes.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{BOTTOM + 5}"/>')
             self.text(x, BOTTOM + 20, label, "tick", into=self._axes)
 
-    # Marks, in pixels where a name says so, else in values.
+    # Marks. Arguments named px, py, left, top, width and height are in pixels, others are values.
 
     def text(self, px: float, py: float, text: str, css: str, *, into: list[str] | None = None) -> None:
-        """Write at a place in pixels."""
+        """Write text at a place in pixels."""
         target = self._marks if into is None else into
         target.append(f'<text class="{css}" x="{px:.1f}" y="{py:.1f}">{escape(text)}</text>')
 
@@ -153,13 +153,13 @@ class Plot:
         self._axes.insert(0, f'<rect class="{css}" {place}/>')
 
     def line(self, points: Sequence[Point], css: str) -> None:
-        """Join points."""
+        """Draw a line through points."""
         if points:
             path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
             self._marks.append(f'<polyline class="line {css}" points="{path}"/>')
 
     def dot(self, point: Point, css: str, tip: str = "") -> None:
-        """Mark a point."""
+        """Draw a dot at a point."""
         x, y = self.x(point[0]), self.y(point[1])
         self._marks.append(
             f'<circle class="dot {css}" cx="{x:.1f}" cy="{y:.1f}" r="3.6">{_tip(tip)}</circle>'
@@ -176,5 +176,5 @@ class Plot:
 
 
 def _tip(text: str) -> str:
-    """Return what a browser shows when the mouse rests on a mark."""
+    """Return the tooltip of a mark, as a title element."""
     return f"<title>{escape(text)}</title>" if text else ""

@@ -109,7 +109,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    # -- what a subclass says ----------------------------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------
 
     @staticmethod
     @abstractmethod
@@ -272,7 +272,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             )
         return ends
 
-    # -- the books ---------------------------------------------------------------------------------
+    # -- the records -------------------------------------------------------------------------------
 
     def _are_over(self, job_ids: set[int]) -> bool:
         with self._lock:

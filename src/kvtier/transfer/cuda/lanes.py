@@ -293,7 +293,7 @@ class Lane(ABC):
         self._burst += size
         return changes
 
-    # -- scripts: what streams are told for a piece ------------------------------------------------
+    # -- scripts: the commands for a piece ---------------------------------------------------------
 
     def _find_script(self, part: Part, route: _Route, turn: int, *, begins: bool, changes: bool) -> Script:
         key = (id(part), route, turn, self._copies, begins, changes)
@@ -359,7 +359,7 @@ class Lane(ABC):
         pages = self._ways[id(part)].pages[turn % BUFFERS]
         return CopyPages(pages, None, _FIRST, _LAST, _ROWS, *streams, start, wait, done)
 
-    # -- what has arrived --------------------------------------------------------------------------
+    # -- arrivals ----------------------------------------------------------------------------------
 
     def is_done(self, number: int) -> bool:
         """Say whether a piece has arrived. It must be one of the last `RUN_AHEAD` that were enqueued."""
