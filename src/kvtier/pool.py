@@ -38,7 +38,7 @@ import numpy.typing as npt
 from kvtier.config import format_size
 from kvtier.errors import InputError, IntegrityError, PoolError, show_value
 from kvtier.memory_limits import expect_free_memory
-from kvtier.rendezvous import announce, default_directory, find, meeting, path_of
+from kvtier.rendezvous import announce, default_directory, find, lock_and_sweep, path_of
 
 __all__ = ["MAX_PARTIES", "Pool"]
 
@@ -128,7 +128,7 @@ class Pool:
 
     @classmethod
     def _open_shared(cls, engine_id: str, header: _Header, party: int, path: Path) -> Self:
-        with _explained(f"open {path}"), meeting(path.parent), ExitStack() as opened:
+        with _explained(f"open {path}"), lock_and_sweep(path.parent), ExitStack() as opened:
             memory = find(path)
             created = memory is None
             if memory is None:
@@ -216,7 +216,7 @@ class Pool:
     def _withdraw(self, region: mmap.mmap) -> None:
         if self._path is None or _all_attached(region, self._header):
             return
-        with suppress(OSError, PoolError), meeting(self._path.parent, _CLOSE_PATIENCE):
+        with suppress(OSError, PoolError), lock_and_sweep(self._path.parent, _CLOSE_PATIENCE):
             if not _all_attached(region, self._header):  # else the last one has just attached
                 region[_ATTACHED + self._party] = 0
             self._hide()

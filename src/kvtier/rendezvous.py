@@ -27,7 +27,16 @@ from urllib.parse import quote
 
 from kvtier.errors import PoolError
 
-__all__ = ["announce", "default_directory", "find", "is_held", "locked", "meeting", "named_files", "path_of"]
+__all__ = [
+    "announce",
+    "default_directory",
+    "find",
+    "is_held",
+    "lock_and_sweep",
+    "locked",
+    "named_files",
+    "path_of",
+]
 
 _PATIENCE_SECONDS = 30.0
 _PREFIX, _SUFFIX = "kvtier-", ".pool"
@@ -70,7 +79,7 @@ def locked(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[Non
 
 
 @contextmanager
-def meeting(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
+def lock_and_sweep(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
     """Hold the lock; before and after, remove the named files that no process holds."""
     with locked(directory, patience):
         _sweep(directory)

@@ -201,15 +201,15 @@ def test_a_wrong_byte_is_noticed(
     """The negative control: with the pool scribbled over, loaded KV is wrong, tokens differ and the demo
     fails.
     """
-    ask = demo_run._People.ask
+    ask = demo_run._Users.ask
 
-    def scribble_then_ask(people: demo_run._People) -> None:
+    def scribble_then_ask(people: demo_run._Users) -> None:
         connector = people._engine.connector
         if connector is not None and connector.connector_scheduler is not None:
             connector.connector_scheduler.spec.open_pool().rows[:512] = 0x3F
         ask(people)
 
-    monkeypatch.setattr(demo_run._People, "ask", scribble_then_ask)
+    monkeypatch.setattr(demo_run._Users, "ask", scribble_then_ask)
     result = run_small(capsys, code=1)
     assert result["identical"] is False
     assert result["first_difference"]["turn"] == 2

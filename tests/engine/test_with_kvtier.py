@@ -323,7 +323,12 @@ def pieces_of(engine: Engine) -> list[list[Any]]:
     scheduler = engine.connector.connector_scheduler
     assert scheduler is not None
     assert isinstance(scheduler.manager, CPUOffloadingManager)
-    return [engine._cache._events or [], engine._events._events, scheduler._told, scheduler.manager._events]
+    return [
+        engine._cache._events or [],
+        engine._events._events,
+        scheduler._events_to_take,
+        scheduler.manager._events,
+    ]
 
 
 @pytest.mark.parametrize("kv_events", [None, False])

@@ -142,7 +142,7 @@ class PromotionDecision:
             return True
         return not state.may_promote and self._promotions.is_waiting(state.context)
 
-    def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
+    def start_waiting(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for chunks beyond those of the pool's match `here`.
 
         If so, note its inquiry or its wish.
@@ -150,7 +150,7 @@ class PromotionDecision:
         if not state.may_promote:
             return False
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
-        if there.pending and state.may_ask and self._begins_to_ask(state, there, limit):
+        if there.pending and state.may_ask and self._start_asking(state, there, limit):
             return True
         if there.end <= here.end:
             return False
@@ -158,7 +158,7 @@ class PromotionDecision:
         wish = self._choose(state, here, there)
         return wish is not None and self._promotions.wish(wish, state.context)
 
-    def _begins_to_ask(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
+    def _start_asking(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for tiers to find out which chunks beyond `there` they have."""
         end = limit // self._geometry.alignment * self._geometry.alignment
         inquiries = self._inquiries.unknown(self._chunks(state, there.end, end))

@@ -104,11 +104,11 @@ class OffloadingConnectorScheduler:
         self._planned = OffloadingConnectorMetadata()
         self._allocated: set[int] = set()
         self._allocated_at: dict[int, int] = {}  # with windows: the step in which a block was last allocated
-        self._over = KVConnectorOutput()  # the requests whose transfers ended since the last output
+        self._ended = KVConnectorOutput()  # the requests whose transfers ended since the last output
         self._explainer = Explainer(self.manager)
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
-        self._told: list[KVCacheEvent] = []
+        self._events_to_take: list[KVCacheEvent] = []
         self._describe = describe
         self._tiered = self.manager if isinstance(self.manager, TieredOffloadingManager) else None
         if self._tiered is not None:
@@ -156,7 +156,7 @@ class OffloadingConnectorScheduler:
             return None, False
         match = match_prefix(self._geometry, self.manager, state, limit)
         if self._promotion is not None:
-            if self._promotion.begins_to_wait(state, match, limit):
+            if self._promotion.start_waiting(state, match, limit):
                 self.stats.waits += 1
                 return None, False
             match = self._promotion.without_arrivals(match)
@@ -363,11 +363,11 @@ class OffloadingConnectorScheduler:
         if self._tiered is not None and self._promotion is not None:
             self._tiered.end_step()
             self._promotion.learn()
-        over, self._over = self._over, KVConnectorOutput()
-        connector_output.finished_recving = over.finished_recving
-        connector_output.finished_sending = over.finished_sending
-        connector_output.failed_recving = over.failed_recving
-        connector_output.invalid_block_ids = over.invalid_block_ids
+        ended, self._ended = self._ended, KVConnectorOutput()
+        connector_output.finished_recving = ended.finished_recving
+        connector_output.finished_sending = ended.finished_sending
+        connector_output.failed_recving = ended.failed_recving
+        connector_output.invalid_block_ids = ended.invalid_block_ids
         if not self.spec.config.enable_kv_cache_events:
             self.manager.take_events()  # nothing else takes them, and they must not pile up
 
@@ -439,10 +439,10 @@ class OffloadingConnectorScheduler:
         self.stats.count_load(job)
         now = self._clock()
         self.times.note(job, now)
-        self._over.finished_recving.add(job.req_id)
+        self._ended.finished_recving.add(job.req_id)
         if invalid := job.invalid_block_ids():
-            self._over.failed_recving.add(job.req_id)
-            self._over.invalid_block_ids |= invalid
+            self._ended.failed_recving.add(job.req_id)
+            self._ended.invalid_block_ids |= invalid
         was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
         if not was_ended and (
             guilty := self._load_failures.blame(job)
@@ -481,7 +481,7 @@ class OffloadingConnectorScheduler:
         if job.job_id in state.store_jobs:
             state.store_jobs.remove(job.job_id)
             if state.finished and not state.store_jobs and not self._is_used_again(job.req_id):
-                self._over.finished_sending.add(job.req_id)
+                self._ended.finished_sending.add(job.req_id)
 
     def _is_used_again(self, req_id: ReqId) -> bool:
         """Say whether another request uses the id of a finished request."""
@@ -530,7 +530,7 @@ class OffloadingConnectorScheduler:
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Take the changes of the tiers since the last call."""
         self._translate_events()
-        told, self._told = self._told, []
+        told, self._events_to_take = self._events_to_take, []
         return told
 
     def retell_events(self) -> Iterable[KVCacheEvent]:
@@ -543,7 +543,7 @@ class OffloadingConnectorScheduler:
         return self._tracker.retell() if self._tracker.enabled else changes
 
     def _translate_events(self) -> None:
-        self._told += self._tracker.take_events(self.manager.take_events())
+        self._events_to_take += self._tracker.take_events(self.manager.take_events())
 
     def explain(self, req_id: ReqId) -> Explanation | None:
         """Say where a request's prompt came from; `None` if it has not run or that was forgotten."""

@@ -54,7 +54,7 @@ def _run(name: str, engine: Engine, settings: DemoSettings, watcher: Watcher) ->
     warm_up(engine, settings.workload.seed)
     engine.reset_prefix_cache(reset_connector=True)
     watcher.begin(name, settings.workload.requests)
-    people = _People(engine, settings)
+    people = _Users(engine, settings)
     start, start_cpu = time.perf_counter(), time.process_time()
     while people.are_talking():
         people.ask()
@@ -69,7 +69,7 @@ def _run(name: str, engine: Engine, settings: DemoSettings, watcher: Watcher) ->
     return result
 
 
-class _People:
+class _Users:
     """The users of an engine: `concurrency` of them ask at a time, in a fixed order. Each prompt holds the
     whole conversation so far.
     """

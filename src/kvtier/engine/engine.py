@@ -374,7 +374,7 @@ class Engine:
     def _speculate(self, worker: OffloadingConnector, until: float) -> None:
         if not isinstance(self.model, LayeredModel):
             return
-        request_slice = self._scheduler.foresee()
+        request_slice = self._scheduler.plan_speculation()
         if request_slice is None or self.speculation.has([request_slice]):
             return
         if worker.is_storing(written_blocks(request_slice, self.config.block_size)):

@@ -41,7 +41,7 @@ class StepGraphs:
         self._graphs: dict[tuple[int, int], StepGraph] = {}
 
     @staticmethod
-    def suit(decoder: Decoder) -> bool:
+    def can_capture(decoder: Decoder) -> bool:
         """Say whether a decoder's steps can be captured."""
         half = decoder.dtype == decoder.compute_dtype and decoder.dtype.itemsize == 2
         fits = decoder.config.head_dim in _HEAD_DIMS

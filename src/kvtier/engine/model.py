@@ -317,7 +317,7 @@ class Decoder:
         )
         from kvtier.engine.graphs import StepGraphs
 
-        self.graphs = StepGraphs(self) if StepGraphs.suit(self) else None
+        self.graphs = StepGraphs(self) if StepGraphs.can_capture(self) else None
         """The graphs that replay small steps; `None`: all steps are computed op by op."""
 
     def forward(

@@ -261,7 +261,7 @@ class Scheduler:
         finally:
             self._hold_or_release(former, hold, is_loading=hold)
 
-    def foresee(self) -> RequestSlice | None:
+    def plan_speculation(self) -> RequestSlice | None:
         """Take blocks for the first slice that the one loading request will compute, and return the slice.
 
         `None`: no request loads; several do, which are better computed together; or blocks are missing.

@@ -154,11 +154,11 @@ class CPUOffloadingManager(OffloadingManager):
     # -- store -------------------------------------------------------------------------------------
 
     def prepare_store(
-        self, keys: Iterable[OffloadKey], req_context: ReqContext, *, unasked: bool = False
+        self, keys: Iterable[OffloadKey], req_context: ReqContext, *, ignore_threshold: bool = False
     ) -> PrepareStoreOutput | None:
-        """Take the chunks of an offer that can be stored; `unasked`: even if not offered often enough."""
+        """Take the chunks of an offer that can be stored; `ignore_threshold`: all of them."""
         offered = _as_list(keys)
-        wanted = self._book.missing(offered) if unasked else self._choose(offered)
+        wanted = self._book.missing(offered) if ignore_threshold else self._choose(offered)
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
         needed = len(wanted) - self._book.num_free()

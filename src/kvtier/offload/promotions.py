@@ -91,7 +91,7 @@ class _Waiter:
     reasons: dict[OffloadKey, tuple[str, MissReason]] = field(default_factory=dict)
     """The rows that will not come, and why."""
 
-    def take_off(self, keys: Iterable[OffloadKey]) -> None:
+    def stop_waiting_for(self, keys: Iterable[OffloadKey]) -> None:
         """Stop waiting for some rows."""
         for key in keys:
             self.missing.pop(key, None)
@@ -337,7 +337,7 @@ class Promotions:
         """Pin arrived rows for each request that waits for them."""
         for waiter, theirs in self._take_arrivals(job, keys).items():
             ready = [key for key in theirs if self._pool.lookup(key, waiter.context)]  # not after a reset
-            waiter.take_off(theirs)
+            waiter.stop_waiting_for(theirs)
             if ready:
                 waiter.pins.append((ready, self._pool.prepare_load(ready, waiter.context)))
                 waiter.sources.update(dict.fromkeys(ready, job.tier.name))
@@ -347,7 +347,7 @@ class Promotions:
         """Note that rows will not come. Requests stop waiting for them, and for useless rows behind them."""
         for waiter, theirs in self._take_arrivals(job, keys).items():
             self._note_missed(waiter, theirs, reason, job.tier.name)
-            self._wait_no_more(waiter, waiter.useless())
+            self._end_wait(waiter, waiter.useless())
 
     def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Stop waiting for rows on their way whose bytes are wrong, and return their keys.
@@ -377,7 +377,7 @@ class Promotions:
     ) -> None:
         missed = dict.fromkeys(keys, (tier, reason))
         waiter.reasons = missed | waiter.reasons
-        waiter.take_off(missed)
+        waiter.stop_waiting_for(missed)
 
     def _forget(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Remove rows from a job once their memory is ours again; note the time of a job that is over."""
@@ -415,7 +415,7 @@ class Promotions:
                 job.is_late |= not job.arrived_bytes
             for key in late:
                 self._note_missed(waiter, [key], MissReason.TOO_SLOW, self._arrivals[key].job.tier.name)
-            self._wait_no_more(waiter, late)
+            self._end_wait(waiter, late)
             self._unpin(waiter)
 
     def release(self, context: ReqContext) -> None:
@@ -425,7 +425,7 @@ class Promotions:
         """
         waiter = self._waiters.pop(context.req_id, None)
         if waiter is not None:
-            self._wait_no_more(waiter, list(waiter.missing))
+            self._end_wait(waiter, list(waiter.missing))
             self._unpin(waiter)
 
     def reset(self) -> None:
@@ -441,9 +441,9 @@ class Promotions:
             self._pool.complete_load(keys, spec)
             self._pinned -= Counter(keys)
 
-    def _wait_no_more(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
+    def _end_wait(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
         """End a request's wait for rows; withdraw the rows that no request waits for."""
-        waiter.take_off(keys)
+        waiter.stop_waiting_for(keys)
         unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
         for key in keys:
             arrival = self._arrivals.get(key)

@@ -105,8 +105,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._rows, self._slot_bytes = rows, rows.shape[1]
         self._row_bytes = self._slot_bytes if row_bytes is None else row_bytes
         self._memory: memoryview = rows.reshape(-1).data
-        self._through = [tier for tier, write in tiers if write == "through"]
-        self._ahead = [tier for tier, write in tiers if write == "evict"]
+        self._write_through_tiers = [tier for tier, write in tiers if write == "through"]
+        self._write_ahead_tiers = [tier for tier, write in tiers if write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
         row_bytes, piece_of = self._row_bytes, self._piece
         self.promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self._reserve, clock)
@@ -164,7 +164,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _reserve(self, keys: list[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Take slots for a promotion."""
         self._withdraw_demotions(keys)
-        return self.pool.prepare_store(keys, req_context, unasked=True)
+        return self.pool.prepare_store(keys, req_context, ignore_threshold=True)
 
     def _withdraw_demotions(self, keys: list[OffloadKey]) -> None:
         if self._demotions.has_jobs() and len(keys) > self.pool.num_free:
@@ -176,9 +176,9 @@ class TieredOffloadingManager(OffloadingManager):
         """End the writing of chunks. Chunks that are ready now are offered to tiers."""
         keys = list(keys)
         self.pool.complete_store(keys, success, spec)
-        if success and self._through:
+        if success and self._write_through_tiers:
             ready = self.pool.demotable(keys)
-            for tier in self._through:
+            for tier in self._write_through_tiers:
                 self._demotions.offer(tier, ready)
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
@@ -239,7 +239,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _write_ahead(self) -> None:
         """Offer the rows that will be evicted next to the tiers with `write: evict`."""
         self._polls += 1
-        if not self._ahead or self._polls % _AHEAD_POLLS:
+        if not self._write_ahead_tiers or self._polls % _AHEAD_POLLS:
             return
         margin = max(1, min(self.pool.num_slots // _AHEAD_SHARE, _AHEAD_MOST))
         if self.pool.num_free >= margin:
@@ -247,7 +247,7 @@ class TieredOffloadingManager(OffloadingManager):
         coldest = self.pool.demotable(self.pool.coldest(margin))
         new = [key for key in coldest if key not in self._offered_ahead]
         self._offered_ahead = set(coldest)
-        for tier in self._ahead:
+        for tier in self._write_ahead_tiers:
             self._offer_absent(tier, new)
 
     def _offer_absent(self, tier: Tier, keys: list[OffloadKey]) -> None:

@@ -28,8 +28,8 @@ Ints = npt.NDArray[np.int64]
 
 _FEW = 64
 # All small plans share these, because making arrays takes most of a small plan's time.
-_COUNT, _NOTHING = np.arange(4096), np.zeros(4096, np.int64)
-_COUNT.flags.writeable = _NOTHING.flags.writeable = False
+_COUNT, _ZEROS = np.arange(4096), np.zeros(4096, np.int64)
+_COUNT.flags.writeable = _ZEROS.flags.writeable = False
 _STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
 
@@ -113,7 +113,7 @@ def pair_plain(blocks: Ints, slots: Ints) -> Plan:
     count = len(blocks)
     if count > len(_COUNT):
         return Plan(np.arange(count), np.zeros(count, np.int64), blocks, slots, np.zeros(count, np.int64))
-    return Plan(_COUNT[:count], _NOTHING[:count], blocks, slots, _NOTHING[:count])
+    return Plan(_COUNT[:count], _ZEROS[:count], blocks, slots, _ZEROS[:count])
 
 
 def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds) -> Plan:
