@@ -156,7 +156,7 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, *, ignore_threshold: bool = False
     ) -> PrepareStoreOutput | None:
-        """Take the chunks of an offer that can be stored; `ignore_threshold`: all of them."""
+        """Take the chunks of an offer that can be stored; `ignore_threshold`: also if offered too rarely."""
         offered = _as_list(keys)
         wanted = self._book.missing(offered) if ignore_threshold else self._choose(offered)
         if not wanted:

@@ -42,6 +42,7 @@ STAGED = Shape(programs=64, program_bytes=32768, warps=4)
 SHORT = Shape(programs=16, program_bytes=16384, warps=8)
 """For copies over the bus, of pieces too short to be staged: more programs move no more bytes."""
 TILE_BYTES = 16384
+"""The part of a page that a program copies at a time: large pages are shared among programs."""
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 

@@ -68,14 +68,12 @@ __all__ = [
     "StoreLane",
 ]
 
-# docs/tuning.md has the measurements for the sizes and counts below.
 RUN_AHEAD = 8
 """The most pieces under way, and the length of the ring. It is a multiple of `BUFFERS`."""
 
+# docs/tuning.md has the measurements for the constants below.
 BURST_BYTES = 32 << 20
-"""The bytes copied to the host before other copies have their turn, or one piece if that is more. The others
-wait 0.7 ms at most.
-"""
+"""The bytes copied to the host before other copies have their turn, or one piece if that is more."""
 
 ALONE_BYTES = 128 << 10
 """From this page size on, a piece that is alone and not short is copied page by page, so that the bus waits
