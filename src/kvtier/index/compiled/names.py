@@ -34,7 +34,7 @@ from kvtier.index.compiled.cells import (
 )
 from kvtier.index.compiled.hashing import chain_one, hash_block
 from kvtier.index.compiled.jit import jit
-from kvtier.index.compiled.questions import holds_one
+from kvtier.index.compiled.lookups import holds_one
 from kvtier.index.compiled.scan import (
     FIRST_TOKEN,
     HAS_PARENT,
