@@ -166,10 +166,12 @@ class PrefixIndex:
         twin.remove_worker("twin")
         twin._form.names.sweep()
 
-    def go_over(self) -> Iterator[None]:
+    def switch_to_compiled(self) -> Iterator[None]:
         """Switch from the plain form to the compiled one, one slice per step: see `form_switch`."""
         new = make_form("numba", self.keys, self._budget)
-        yield from form_switch.move(self._lock, self._form, new, self._budget - self._allowance.limit)
+        yield from form_switch.copy_and_switch(
+            self._lock, self._form, new, self._budget - self._allowance.limit
+        )
 
     # -- workers -----------------------------------------------------------------------------------
 
