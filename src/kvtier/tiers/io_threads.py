@@ -114,10 +114,10 @@ class _Ended(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A function that the tier wants run on a thread; `tell` gets its result on the scheduler thread."""
+    """A function that the tier wants run on a thread; `on_done` gets its result on the scheduler thread."""
 
     function: Callable[[], Any]
-    tell: Callable[[Any, BaseException | None], None] | None
+    on_done: Callable[[Any, BaseException | None], None] | None
 
 
 class _Answer(NamedTuple):
@@ -171,7 +171,7 @@ class IOThreads:
         self._stuck_reads: list[JobRows] = []
         self._next_deadline = float("inf")
         self.open_calls = 0
-        """Functions given to `call` whose result `tell` has not received yet."""
+        """Functions given to `call` whose result `on_done` has not received yet."""
         self._reports: list[IOReport] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True)
@@ -200,11 +200,13 @@ class IOThreads:
             self._queues[direction].append(job)
             self._lock.notify()  # one is enough: a thread that leaves rows in the queue wakes the next
 
-    def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
-        """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or error."""
+    def call(
+        self, function: Callable[[], Any], on_done: Callable[[Any, BaseException | None], None]
+    ) -> None:
+        """Run a function on a thread, before all rows; `poll` then gives its value or error to `on_done`."""
         self.open_calls += 1
         with self._lock:
-            self._calls.append(_Call(function, tell))
+            self._calls.append(_Call(function, on_done))
             self._lock.notify()
 
     def run_soon(self, function: Callable[[], None]) -> None:
@@ -398,9 +400,9 @@ class IOThreads:
         while self._ended:
             ended = self._ended.popleft()
             if isinstance(ended, _Answer):
-                if ended.call.tell is not None:
+                if ended.call.on_done is not None:
                     self.open_calls -= 1
-                    ended.call.tell(ended.value, ended.error)
+                    ended.call.on_done(ended.value, ended.error)
             else:
                 self._settle(ended)
 
