@@ -273,7 +273,7 @@ class IOThreads:
         """Return the reports since the last call."""
         if self._has_ended.is_set():
             self._has_ended.clear()
-        self._settle_all()
+        self._drain_ended()
         self._give_up_late()
         reports, self._reports = self._reports, []
         return reports
@@ -330,7 +330,7 @@ class IOThreads:
     def close(self, timeout: float) -> bool:
         """End: finish the queue while there is time, give up the rest. False: a call has not returned."""
         until = time.monotonic() + timeout
-        self._settle_all()
+        self._drain_ended()
         self._give_up_late()
         for direction in self._on_hold:  # rows on hold would wait for a resume that may never come
             self.give_up(Outcome.LATE, direction, "the tier was closed")
@@ -339,7 +339,7 @@ class IOThreads:
             self._lock.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self._settle_all()
+        self._drain_ended()
         self.give_up(Outcome.LATE, why="the tier was closed")
         with self._lock:
             self._calls.clear()
@@ -396,7 +396,8 @@ class IOThreads:
                 self._give_up(job, Outcome.LATE, "")
             self._next_deadline = min((job.deadline for job in self._jobs.values()), default=float("inf"))
 
-    def _settle_all(self) -> None:
+    def _drain_ended(self) -> None:
+        """Report the batches that have ended, and hand the results of calls to their `on_done`."""
         while self._ended:
             ended = self._ended.popleft()
             if isinstance(ended, _Answer):
@@ -404,10 +405,10 @@ class IOThreads:
                     self.open_calls -= 1
                     ended.call.on_done(ended.value, ended.error)
             else:
-                self._settle(ended)
+                self._report_batch(ended)
 
-    def _settle(self, ended: _Ended) -> None:
-        """Report the results of a call; rows with the same outcome share a report."""
+    def _report_batch(self, ended: _Ended) -> None:
+        """Report the results of a batch; rows with the same outcome share a report."""
         job, indices = ended.batch.job, ended.batch.indices
         job.batches.discard(ended.batch)
         if ended.outcomes.count(DONE) == len(indices):
