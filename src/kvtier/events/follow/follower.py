@@ -231,7 +231,7 @@ class Follower(Generic[B]):
 
     def _take_live(self, seq: int, payload: bytes) -> None:
         """Apply a live batch, or let it wait if it is not its turn."""
-        if not self._pending and not self._must_wait() and self._follow(seq, payload):
+        if not self._pending and not self._must_wait() and self._apply_if_next(seq, payload):
             return
         if not self._pending.push(seq, payload):
             self.replica.expect(seq)
@@ -250,11 +250,11 @@ class Follower(Generic[B]):
         """Apply the waiting live batches, up to the next hole."""
         while self._pending and not self._must_wait():
             seq, payload = self._pending.pop()
-            if not self._follow(seq, payload):
+            if not self._apply_if_next(seq, payload):
                 self._pending.put_back(seq, payload)
                 return
 
-    def _follow(self, seq: int, payload: bytes) -> bool:
+    def _apply_if_next(self, seq: int, payload: bytes) -> bool:
         """Apply a live batch if nothing before it is missing; say whether it is done with."""
         replica = self.replica
         if replica.seq is None:
