@@ -243,13 +243,13 @@ class PrefixIndex:
 
     def _tell(self, worker: KnownWorker) -> None:
         """Log, once until the next clear, that the index is missing blocks of a worker."""
-        if not worker.is_told and (reason := self._reason(worker)):
-            worker.is_told = True
+        if not worker.problem_logged and (reason := self._reason(worker)):
+            worker.problem_logged = True
             logger.warning("the index knows less of worker %r than it was told: %s", worker.name, reason)
 
     def _reason(self, worker: KnownWorker) -> str:
         dropped = self._form.table.dropped(worker.number)
-        return worker.reason(dropped, self.block_size) if dropped or worker.is_marred else ""
+        return worker.reason(dropped, self.block_size) if dropped or worker.has_losses else ""
 
     # -- questions ---------------------------------------------------------------------------------
 
