@@ -225,7 +225,7 @@ def _clear_alone_is_a_proof(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_is_torn(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankSums, "tear", lambda self: None)
+    patch.setattr(RankSums, "note_loss", lambda self: None)
 
 
 def _half_an_answer_counts(patch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def main(folder: Path, first: int, last: int) -> None:
         place = folder / str(number)
         place.mkdir()
         if (child := os.fork()) == 0:
-            files._pass = KillPoint(number)
+            files._on_write_step = KillPoint(number)
             work(place)
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:

@@ -214,7 +214,7 @@ def test_nothing_from_before_or_after_a_reset_is_there_after_a_restart(tmp_path:
 
 def test_no_row_is_written_before_the_epoch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(files_module, "_pass", order.append)
+    monkeypatch.setattr(files_module, "_on_write_step", order.append)
     with opened(tmp_path) as driver:
         driver.store(1)
         order.clear()
@@ -435,7 +435,7 @@ def test_the_capacity_may_change(tmp_path: Path, slots: int) -> None:
 
 def test_space_is_never_above_the_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = []
-    monkeypatch.setattr(files_module, "_pass", lambda _where: most.append(taken_bytes(tmp_path)))
+    monkeypatch.setattr(files_module, "_on_write_step", lambda _where: most.append(taken_bytes(tmp_path)))
     with opened(tmp_path, 5) as driver:
         churn(driver, random.Random(0), 100)
     assert 5 * ROW_BYTES < max(most) <= capacity(5)

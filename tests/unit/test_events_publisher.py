@@ -830,7 +830,7 @@ def as_it_is(events: list[Any]) -> tuple[list[tuple[str, Any, bytes]], list[str]
 def test_batches_that_overflow_are_of_the_publishers_rank_unless_they_name_one() -> None:
     outbox = Outbox(capacity=1, counting="count", rank=3, draft=as_it_is)
     for named in (None, None, 3, 5):
-        outbox.put_aside(EventBatch(1.0, [stored([1])], named))
+        outbox.queue_or_overflow(EventBatch(1.0, [stored([1])], named))
     outbox.take()
     overflow = outbox.take()
     assert isinstance(overflow, Overflow)
@@ -840,11 +840,11 @@ def test_batches_that_overflow_are_of_the_publishers_rank_unless_they_name_one()
 def test_an_outbox_that_is_closed_stays_so() -> None:
     """The thread goes on to take what waits, an overflow too, after which there is room again."""
     outbox = Outbox(capacity=1, counting="count", rank=0, draft=as_it_is)
-    outbox.put_aside(EventBatch(1.0, []))
-    outbox.put_aside(EventBatch(2.0, []))
+    outbox.queue_or_overflow(EventBatch(1.0, []))
+    outbox.queue_or_overflow(EventBatch(2.0, []))
     outbox.close()
     for _ in range(3):
         with pytest.raises(RuntimeError, match="closed"):
-            outbox.put_aside(EventBatch(3.0, []))
+            outbox.queue_or_overflow(EventBatch(3.0, []))
         outbox.take()
     assert len(outbox) == 0

@@ -64,10 +64,10 @@ def test_a_mark_shows_that_nothing_was_held_before_the_first_batch_that_came() -
 def test_losses_that_cancel_are_no_proof() -> None:
     sums = RankSums(is_open=False)
     sums.add(0, CLEAR)
-    sums.tear()  # store(5) is lost
+    sums.note_loss()  # store(5) is lost
     sums.add(0, remove(5))
     sums.add(0, store(5))
-    sums.tear()  # remove(5) is lost: the publisher holds nothing, the consumer holds 5
+    sums.note_loss()  # remove(5) is lost: the publisher holds nothing, the consumer holds 5
     assert (sums.blocks, sums.digest) == (0, 0)
     assert not sums.confirm(mark_of())
     sums.add(0, CLEAR)
@@ -78,7 +78,7 @@ def test_one_loss_may_move_a_block_from_one_rank_to_another_so_it_is_no_proof_ei
     sums = RankSums(is_open=False)
     sums.add(0, store(5))
     sums.add(1, CLEAR)
-    sums.tear()  # rank 0 removes 5, rank 1 stores it: the mark is the same
+    sums.note_loss()  # rank 0 removes 5, rank 1 stores it: the mark is the same
     assert not sums.confirm(mark_of(5))
 
 
@@ -86,7 +86,7 @@ def test_a_clear_mends_its_own_rank() -> None:
     sums = RankSums(is_open=False)
     sums.add(0, store(5))
     sums.add(1, store(6))
-    sums.tear()
+    sums.note_loss()
     sums.add(0, CLEAR)
     assert (sums.blocks, sums.digest) == (1, 6)
     assert not sums.confirm(mark_of(6))
@@ -97,7 +97,7 @@ def test_a_clear_mends_its_own_rank() -> None:
 def test_of_a_rank_that_was_never_heard_of_only_a_mark_can_tell() -> None:
     sums = RankSums(is_open=False)
     sums.add(0, store(5))
-    sums.tear()  # rank 7 stores 9
+    sums.note_loss()  # rank 7 stores 9
     sums.add(0, CLEAR)
     assert not sums.are_whole(has_marks=True)
     assert not sums.confirm(mark_of(9))

@@ -327,7 +327,7 @@ def test_whatever_changes_between_two_slices_is_in_the_compiled_form_too(keys: A
 
     for _ in range(60):
         change()
-    for _ in index.go_over():
+    for _ in index.switch_to_compiled():
         change()
         change()
     assert index.form == "numba"
@@ -343,7 +343,7 @@ def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
     for n in range(40):  # ever new sets of holders, which take more in arrays
         send(index, f"w{n}", stored([1, 2, 3 + n]), stored([1, 100 + n], medium="CPU"))
     before = {entry for part in index.dump() for entry in part}
-    for _ in index.go_over():
+    for _ in index.switch_to_compiled():
         send(index, "w0", stored([999]))
     assert index.incomplete() == {}
     assert {entry for part in index.dump() for entry in part} == before | {("w0", 999, StorageTier.GPU)}

@@ -210,7 +210,7 @@ class History:
     def run(self) -> None:
         for step in range(40):
             if step == self.moves_at:
-                self.moves = self.index.go_over()
+                self.moves = self.index.switch_to_compiled()
             if self.moves is not None:
                 next(self.moves, None)
             self._change()

@@ -146,7 +146,7 @@ class ZmqEventPublisher(EventPublisher):
         if len(queue) < outbox.room:
             queue.append(events)
         else:
-            outbox.put_aside(events)
+            outbox.queue_or_overflow(events)
         if outbox.is_asleep:
             outbox.wake()
 

@@ -151,7 +151,7 @@ class Subscriber(Generic[B]):
             wait: float | None = 0.0
             while not self._is_closed:
                 self._wait(wait)
-                self._turn()
+                self._run_once()
                 if self._updates:
                     taken, self._updates = self._updates, []
                     return taken
@@ -177,11 +177,11 @@ class Subscriber(Generic[B]):
         for link in list(self._links.values()):
             link.follower.check()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Do the due work, a bounded part of it for every source."""
-        self._obey()
+        self._apply_source_changes()
         now = self._clock()
-        self._ring(now)
+        self._tick_due_followers(now)
         waiting = deque(self._ready)
         busy = []
         while waiting and len(self._updates) < self._max_updates:
@@ -191,7 +191,7 @@ class Subscriber(Generic[B]):
             self._collect(link)
         self._ready = dict.fromkeys((*waiting, *busy))  # links without a turn come first in the next one
 
-    def _obey(self) -> None:
+    def _apply_source_changes(self) -> None:
         """Take in added sources, and let go of removed ones."""
         while self._changes:
             comes, link = self._changes.popleft()
@@ -213,7 +213,7 @@ class Subscriber(Generic[B]):
         self._ready.pop(link, None)
         self._updates.append(Reset(link.source.name))
 
-    def _ring(self, now: float) -> None:
+    def _tick_due_followers(self, now: float) -> None:
         """Tick the followers whose time has come."""
         while self._alarms and self._alarms[0][0] <= now:
             at, _, link = heapq.heappop(self._alarms)

@@ -70,7 +70,7 @@ _MIDDLE_HEAD = struct.Struct(">BBdBH").pack
 _LONG_HEAD = struct.Struct(">BBdBI").pack
 
 # The number of fields of an event, by the vLLM version that introduced it.
-_STORED_FIELDS = (
+_STORED_FIELD_COUNTS = (
     ("0.8", 5),
     ("0.10.2", 6),
     ("0.14", 7),
@@ -80,7 +80,7 @@ _STORED_FIELDS = (
     ("0.26", 12),
     ("0.32", 14),
 )
-_REMOVED_FIELDS = (("0.8", 1), ("0.10.2", 2), ("0.20", 3), ("0.26", 4), ("0.32", 5))
+_REMOVED_FIELD_COUNTS = (("0.8", 1), ("0.10.2", 2), ("0.20", 3), ("0.26", 4), ("0.32", 5))
 
 
 # -- the change that a batch makes -----------------------------------------------------------------
@@ -154,11 +154,11 @@ def change_of(events: Iterable[KVCacheEvent]) -> Change:
 def array_fields(version: str) -> tuple[int, int]:
     """Return how many fields stores and removals have in a vLLM version, without the tag."""
     wanted = _version(version)
-    if wanted < _version(_STORED_FIELDS[0][0]):
-        raise ValueError(f"vLLM {version} has no KV events: expected {_STORED_FIELDS[0][0]} or later")
+    if wanted < _version(_STORED_FIELD_COUNTS[0][0]):
+        raise ValueError(f"vLLM {version} has no KV events: expected {_STORED_FIELD_COUNTS[0][0]} or later")
     counts = [
         [n for since, n in table if _version(since) <= wanted][-1]
-        for table in (_STORED_FIELDS, _REMOVED_FIELDS)
+        for table in (_STORED_FIELD_COUNTS, _REMOVED_FIELD_COUNTS)
     ]
     return counts[0], counts[1]
 

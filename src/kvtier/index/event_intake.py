@@ -71,7 +71,7 @@ class Intake:
             return False
         if self._by_tokens:
             return self._form.table.form == "numba"
-        if worker.is_told and (edits[:, 0] == Op.CLEARED).any():
+        if worker.problem_logged and (edits[:, 0] == Op.CLEARED).any():
             return False  # the slow path also forgets refusals at a clear
         return self.block_size is not None and bool(batch.have_size(edits, self.block_size))
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvtier.index.compiled.table import CompiledTable
     from kvtier.index.prefix import PrefixIndex
 
-__all__ = ["BatchDecoder", "move", "start"]
+__all__ = ["BatchDecoder", "copy_and_switch", "start"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,15 @@ def _run(wanted: weakref.ref[PrefixIndex]) -> None:
             index = wanted()
             if index is None:
                 return
-            _compile_aside(index.keys)
+            _compile_in_child(index.keys)
             index.warm_up()
-        for _ in index.go_over():
+        for _ in index.switch_to_compiled():
             time.sleep(_PAUSE)
     except Exception:  # the top of the thread: without a compiler the plain form still answers
         logger.exception("the index could not be compiled and stays in plain Python")
 
 
-def _compile_aside(keys: Keys) -> None:
+def _compile_in_child(keys: Keys) -> None:
     """Let a child process compile, once for each kind of keys.
 
     Its failures show when the index is warmed up.
@@ -101,8 +101,8 @@ class BatchDecoder:
         return self._scanner(payload)
 
 
-def move(lock: threading.RLock, form: Form, new: Form, budget: int) -> Iterator[None]:
-    """Copy a plain form to an empty compiled one, one slice per step, and then use that.
+def copy_and_switch(lock: threading.RLock, form: Form, new: Form, budget: int) -> Iterator[None]:
+    """Copy a plain form to an empty compiled one, one slice per step, and then switch to that.
 
     The lock is free between steps. Both together take no more than `budget` bytes, plus a slice.
     """

@@ -166,10 +166,12 @@ class PrefixIndex:
         twin.remove_worker("twin")
         twin._form.names.sweep()
 
-    def go_over(self) -> Iterator[None]:
+    def switch_to_compiled(self) -> Iterator[None]:
         """Switch from the plain form to the compiled one, one slice per step: see `form_switch`."""
         new = make_form("numba", self.keys, self._budget)
-        yield from form_switch.move(self._lock, self._form, new, self._budget - self._allowance.limit)
+        yield from form_switch.copy_and_switch(
+            self._lock, self._form, new, self._budget - self._allowance.limit
+        )
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -241,13 +243,13 @@ class PrefixIndex:
 
     def _tell(self, worker: KnownWorker) -> None:
         """Log, once until the next clear, that the index is missing blocks of a worker."""
-        if not worker.is_told and (reason := self._reason(worker)):
-            worker.is_told = True
+        if not worker.problem_logged and (reason := self._reason(worker)):
+            worker.problem_logged = True
             logger.warning("the index knows less of worker %r than it was told: %s", worker.name, reason)
 
     def _reason(self, worker: KnownWorker) -> str:
         dropped = self._form.table.dropped(worker.number)
-        return worker.reason(dropped, self.block_size) if dropped or worker.is_marred else ""
+        return worker.reason(dropped, self.block_size) if dropped or worker.has_losses else ""
 
     # -- questions ---------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class KnownWorker:
         # The newest block size that was refused, and the number of such blocks.
         self.other_size, self.of_other_size = 0, 0
         self.no_area = 0  # blocks refused because no more areas are possible
-        self.is_told = False  # a problem of this worker was logged
+        self.problem_logged = False  # since the last clear
 
     @property
     def refused(self) -> int:
@@ -84,7 +84,7 @@ class KnownWorker:
         return self.no_area + self.of_other_size + self.translator.misfits
 
     @property
-    def is_marred(self) -> bool:
+    def has_losses(self) -> bool:
         """Whether blocks are missing, apart from those that the table dropped."""
         lost = self.refused or self.translator.waiting.dropped or self.duplicates.dropped
         return bool(lost or self.groups.unclear)
@@ -130,7 +130,7 @@ class KnownWorker:
     def clear(self) -> None:
         """Forget all blocks and refusals. Groups stay: it is the same engine."""
         self.other_size = self.of_other_size = self.no_area = 0
-        self.is_told = False
+        self.problem_logged = False
         self.groups.unclear.clear()
         self.duplicates.clear()
         self.translator.clear()

@@ -114,10 +114,10 @@ class _Ended(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A function that the tier wants run on a thread; `tell` gets its result on the scheduler thread."""
+    """A function that the tier wants run on a thread; `on_done` gets its result on the scheduler thread."""
 
     function: Callable[[], Any]
-    tell: Callable[[Any, BaseException | None], None] | None
+    on_done: Callable[[Any, BaseException | None], None] | None
 
 
 class _Answer(NamedTuple):
@@ -171,7 +171,7 @@ class IOThreads:
         self._stuck_reads: list[JobRows] = []
         self._next_deadline = float("inf")
         self.open_calls = 0
-        """Functions given to `call` whose result `tell` has not received yet."""
+        """Functions given to `call` whose result `on_done` has not received yet."""
         self._reports: list[IOReport] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True)
@@ -200,11 +200,13 @@ class IOThreads:
             self._queues[direction].append(job)
             self._lock.notify()  # one is enough: a thread that leaves rows in the queue wakes the next
 
-    def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
-        """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or error."""
+    def call(
+        self, function: Callable[[], Any], on_done: Callable[[Any, BaseException | None], None]
+    ) -> None:
+        """Run a function on a thread, before all rows; `poll` then gives its value or error to `on_done`."""
         self.open_calls += 1
         with self._lock:
-            self._calls.append(_Call(function, tell))
+            self._calls.append(_Call(function, on_done))
             self._lock.notify()
 
     def run_soon(self, function: Callable[[], None]) -> None:
@@ -271,7 +273,7 @@ class IOThreads:
         """Return the reports since the last call."""
         if self._has_ended.is_set():
             self._has_ended.clear()
-        self._settle_all()
+        self._drain_ended()
         self._give_up_late()
         reports, self._reports = self._reports, []
         return reports
@@ -328,7 +330,7 @@ class IOThreads:
     def close(self, timeout: float) -> bool:
         """End: finish the queue while there is time, give up the rest. False: a call has not returned."""
         until = time.monotonic() + timeout
-        self._settle_all()
+        self._drain_ended()
         self._give_up_late()
         for direction in self._on_hold:  # rows on hold would wait for a resume that may never come
             self.give_up(Outcome.LATE, direction, "the tier was closed")
@@ -337,7 +339,7 @@ class IOThreads:
             self._lock.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self._settle_all()
+        self._drain_ended()
         self.give_up(Outcome.LATE, why="the tier was closed")
         with self._lock:
             self._calls.clear()
@@ -394,18 +396,19 @@ class IOThreads:
                 self._give_up(job, Outcome.LATE, "")
             self._next_deadline = min((job.deadline for job in self._jobs.values()), default=float("inf"))
 
-    def _settle_all(self) -> None:
+    def _drain_ended(self) -> None:
+        """Report the batches that have ended, and hand the results of calls to their `on_done`."""
         while self._ended:
             ended = self._ended.popleft()
             if isinstance(ended, _Answer):
-                if ended.call.tell is not None:
+                if ended.call.on_done is not None:
                     self.open_calls -= 1
-                    ended.call.tell(ended.value, ended.error)
+                    ended.call.on_done(ended.value, ended.error)
             else:
-                self._settle(ended)
+                self._report_batch(ended)
 
-    def _settle(self, ended: _Ended) -> None:
-        """Report the results of a call; rows with the same outcome share a report."""
+    def _report_batch(self, ended: _Ended) -> None:
+        """Report the results of a batch; rows with the same outcome share a report."""
         job, indices = ended.batch.job, ended.batch.indices
         job.batches.discard(ended.batch)
         if ended.outcomes.count(DONE) == len(indices):

@@ -105,7 +105,7 @@ class _Scratch:
 
 
 @dataclass(slots=True)
-class _Call:
+class _MooncakeCall:
     """Some rows of a batch, as the client's calls want them: each is one run of memory, its header last."""
 
     rows: list[BackendRow] = field(default_factory=list)
@@ -198,7 +198,7 @@ class MooncakeBackend(Backend):
                 break
         return answers + [self._error(_NO_MASTER)] * (len(rows) - len(answers))
 
-    def _arrived(self, call: _Call, at: int, code: int) -> bytes | OSError | None:
+    def _arrived(self, call: _MooncakeCall, at: int, code: int) -> bytes | OSError | None:
         """Return the result of a get: the seal, an empty one if the object is not this row, or the error."""
         row, nbytes = call.rows[at], call.sizes[at]
         if code == nbytes:
@@ -258,9 +258,9 @@ class MooncakeBackend(Backend):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _calls(self, rows: Sequence[BackendRow]) -> Iterator[_Call]:
+    def _calls(self, rows: Sequence[BackendRow]) -> Iterator[_MooncakeCall]:
         """Cut a batch: rows in slots of the lent memory go together, every other row goes alone."""
-        together = _Call()
+        together = _MooncakeCall()
         for row in rows:
             start = self._slot_of(row)
             if start is not None:
@@ -270,7 +270,7 @@ class MooncakeBackend(Backend):
                 continue
             if together.rows:  # answers come in the order of the rows
                 yield together
-                together = _Call()
+                together = _MooncakeCall()
             yield self._bounced(row)
         if together.rows:
             yield together
@@ -283,13 +283,13 @@ class MooncakeBackend(Backend):
         is_lent = 0 <= start <= self._lent.nbytes - self._slot_bytes
         return start if is_lent and start % self._slot_bytes == 0 else None
 
-    def _bounced(self, row: BackendRow) -> _Call:
+    def _bounced(self, row: BackendRow) -> _MooncakeCall:
         """Send a row through the scratch buffer, because there is no room for a header behind it."""
         if row.nbytes > self._row_bytes:
             expected = f"at most {self._row_bytes} bytes outside of the memory that was lent"
             raise InputError(f"row: expected {expected}, got {row.nbytes}")
         scratch, end = self._scratch(), row.nbytes
-        call = _Call(bounce=scratch.memory[:end])
+        call = _MooncakeCall(bounce=scratch.memory[:end])
         call.add(self._name(row), row, scratch.address, scratch.memory[end : end + HEADER_BYTES])
         return call
 

@@ -28,9 +28,9 @@ from kvtier.tiers.base import Backend, BackendRow, Outcome, TierJob, TierMiss, T
 from kvtier.tiers.io_threads import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
-from kvtier.tiers.questions import KnownRows, Question, Questions
 from kvtier.tiers.row_mover import JobRows, say_error
 from kvtier.tiers.seal import SealKey, SealScope
+from kvtier.tiers.server_questions import KnownRows, Question, Questions
 
 __all__ = ["SharedTier"]
 

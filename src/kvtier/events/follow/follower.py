@@ -103,7 +103,7 @@ class Follower(Generic[B]):
         self.is_connected = self._was_connected = True
         self._gone_at = None
         self._backoff.end()
-        self.replica.tell(State.REPAIRING, self.replica.problem)
+        self.replica.set_state(State.REPAIRING, self.replica.problem)
         self._settle()
 
     def disconnected(self, now: float, reason: str = "connection lost") -> None:
@@ -231,7 +231,7 @@ class Follower(Generic[B]):
 
     def _take_live(self, seq: int, payload: bytes) -> None:
         """Apply a live batch, or let it wait if it is not its turn."""
-        if not self._pending and not self._must_wait() and self._follow(seq, payload):
+        if not self._pending and not self._must_wait() and self._apply_if_next(seq, payload):
             return
         if not self._pending.push(seq, payload):
             self.replica.expect(seq)
@@ -250,11 +250,11 @@ class Follower(Generic[B]):
         """Apply the waiting live batches, up to the next hole."""
         while self._pending and not self._must_wait():
             seq, payload = self._pending.pop()
-            if not self._follow(seq, payload):
+            if not self._apply_if_next(seq, payload):
                 self._pending.put_back(seq, payload)
                 return
 
-    def _follow(self, seq: int, payload: bytes) -> bool:
+    def _apply_if_next(self, seq: int, payload: bytes) -> bool:
         """Apply a live batch if nothing before it is missing; say whether it is done with."""
         replica = self.replica
         if replica.seq is None:
@@ -448,7 +448,7 @@ class Follower(Generic[B]):
             replica.rebuild_from(seq)
         elif seq != request.start:
             self.counters.truncated_replays += 1
-            replica.tear()  # ask for a snapshot next
+            replica.note_loss()  # ask for a snapshot next
             self._fail(f"asked for batch {request.start}, got {seq}")
             return False
         return True
@@ -490,7 +490,7 @@ class Follower(Generic[B]):
             replica.doubt()  # no mark came: a status request will show which publisher answered
         if not grew and replica.is_behind:
             if replica.has_marks:
-                replica.tear()  # ask for a snapshot next
+                replica.note_loss()  # ask for a snapshot next
             self._fail(f"the replay ended at batch {replica.position}, before {replica.newest}")
 
     def _forget_live(self) -> None:
@@ -509,12 +509,12 @@ class Follower(Generic[B]):
         self.replica.doubt()
         if not self._can_ask and not self.replica.has_marks:
             self.replica.trust()
-            self.replica.tear()
+            self.replica.note_loss()
 
     def _stop_asking(self) -> None:
         """Drop the open request. A state that it was bringing stays incomplete."""
         if self.replica.end_building() and self.replica.kind is not Kind.STOCK:
-            self.replica.tear()
+            self.replica.note_loss()
         self.request = None
 
     def _restart(self, problem: str) -> None:
@@ -541,7 +541,7 @@ class Follower(Generic[B]):
 
     def _degrade(self, problem: str) -> None:
         self.replica.problem = problem
-        self.replica.tell(State.DEGRADED, problem)
+        self.replica.set_state(State.DEGRADED, problem)
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -554,17 +554,17 @@ class Follower(Generic[B]):
         replica = self.replica
         if self._is_exact:
             self._backoff.end()
-            replica.tell(State.EXACT, "")
+            replica.set_state(State.EXACT, "")
             return
         if replica.state is not State.DEGRADED:
-            replica.tell(State.REPAIRING, replica.problem)
+            replica.set_state(State.REPAIRING, replica.problem)
         if self.request is not None or self._backoff.is_waiting or not self.is_connected:
             return
         request = self._next_request() if self._can_ask else None
         if request is not None:
             self._start(request)
         elif self._grace_until <= self._now and replica.seq is not None:
-            replica.tell(State.DEGRADED, replica.problem)  # no request would help
+            replica.set_state(State.DEGRADED, replica.problem)  # no request would help
 
     def _next_request(self) -> StreamRequest | None:
         """Return the request that brings the replica closer to exact, if there is one."""

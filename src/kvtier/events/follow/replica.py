@@ -97,7 +97,7 @@ class RankSums:
         """The digest of all held blocks."""
         return sum(digest for _, digest in self._ranks.values()) & _U64
 
-    def tear(self) -> None:
+    def note_loss(self) -> None:
         """Note that a batch was lost, of an unknown rank."""
         self.is_open = True
         self._torn.update(self._ranks)
@@ -200,8 +200,8 @@ class Replica(Generic[B]):
         taken, self._updates = self._updates, []
         return taken
 
-    def tell(self, state: State, reason: str) -> None:
-        """Report the replica's state."""
+    def set_state(self, state: State, reason: str) -> None:
+        """Set the replica's state, and report it to the consumer if it has changed."""
         if state is not self.state:
             self._updates.append(StateChanged(self.name, state, reason))
         self.state, self.reason = state, reason
@@ -227,19 +227,19 @@ class Replica(Generic[B]):
         if is_other:
             self.counters.restarts += 1
             if not is_snapshot:
-                sums.tear()  # another incarnation holds nothing from this one
+                sums.note_loss()  # another incarnation holds nothing from this one
         sums.add(batch.data_parallel_rank or 0, batch.change())
         self.seq = seq
         self._last = None if self.kind is Kind.KVTIER else payload
         if self.is_exhausted and self.is_whole:
             self.is_exhausted = False
         if batch.skipped:
-            sums.tear()
+            sums.note_loss()
             self.counters.skipped_events += batch.skipped
             self.problem = f"{batch.skipped} events of batch {seq} cannot be read"
         if self.state is State.EXACT and not self.is_whole:
             # Before the batch, so that a consumer that reads in order never trusts a wrong moment.
-            self.tell(State.REPAIRING, self.problem)
+            self.set_state(State.REPAIRING, self.problem)
         self._has_delivered = True
         self._updates.append(Received(self.name, seq, batch))
         self.counters.batches += 1
@@ -271,7 +271,7 @@ class Replica(Generic[B]):
             return MarkResult.CONFIRMED
         if sums.is_open:
             return MarkResult.OPEN
-        sums.tear()
+        sums.note_loss()
         if self.is_doubted:
             return MarkResult.OPEN
         self.counters.digest_mismatches += 1
@@ -310,11 +310,11 @@ class Replica(Generic[B]):
         self.kind, self.epoch = kind, epoch
         if kind is Kind.KVTIER:
             self.is_exhausted = False  # it has snapshots
-            self.sums.tear()
+            self.sums.note_loss()
 
-    def tear(self) -> None:
+    def note_loss(self) -> None:
         """Note that the publisher cannot bring this replica up to date, or was not heard for a while."""
-        self.sums.tear()
+        self.sums.note_loss()
 
     def lose(self, upto: int) -> None:
         """Continue at batch `upto` without those before it."""
@@ -322,7 +322,7 @@ class Replica(Generic[B]):
         self.counters.lost_batches += upto - self.position - 1
         self.seq, self.newest = upto - 1, max(self.newest, upto - 1)
         self._last = None
-        self.sums.tear()
+        self.sums.note_loss()
 
     def begin_at(self, seq: int) -> None:
         """Build the replica from batch `seq` on: it is whole only if nothing precedes that batch."""
@@ -347,7 +347,7 @@ class Replica(Generic[B]):
         if self._has_delivered:
             if self.state is State.EXACT:
                 # First: a consumer that has forgotten everything holds nothing exact.
-                self.tell(State.REPAIRING, self.problem)
+                self.set_state(State.REPAIRING, self.problem)
             self.counters.resets += 1
             self._updates.append(Reset(self.name))
         self._has_delivered = self.is_doubted = self.is_building = self.is_exhausted = False

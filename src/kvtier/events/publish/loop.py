@@ -122,7 +122,7 @@ class PublisherLoop:
 
     def forget(self) -> None:
         """Tell a forked child that the thread does not exist there."""
-        self.outbox.refuse()
+        self.outbox.close_without_lock()
 
     # -- the thread --------------------------------------------------------------------------------
 

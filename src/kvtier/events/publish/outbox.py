@@ -10,8 +10,8 @@ by -1 but not below 0, or to a constant. Any sequence of these is some `n -> max
 block needs two numbers however many batches overflow, and the event that stored it last. So an overflow is
 never larger than what the cache holds or held.
 
-Any thread may call `put_aside`, `call`, `wake` and `close`; the sending thread owns the other methods. An
-`Overflow` is not for several threads at once; the outbox locks it.
+Any thread may call `queue_or_overflow`, `call`, `wake` and `close`; the sending thread owns the other
+methods. An `Overflow` is not for several threads at once; the outbox locks it.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Outbox:
         self._lock = threading.Lock()  # guards the overflow
         self.is_asleep = False
 
-    def put_aside(self, batch: Any) -> None:
-        """Let a batch overflow that found no room. `RuntimeError` once closed."""
+    def queue_or_overflow(self, batch: Any) -> None:
+        """Let a batch that found no room overflow, unless there is room now. `RuntimeError` once closed."""
         if self.closed:
             raise RuntimeError("Publisher is closed")
         if batch.data_parallel_rank is None:
@@ -177,10 +177,10 @@ class Outbox:
     def close(self) -> None:
         """Take no more batches."""
         with self._lock:
-            self.refuse()
+            self.close_without_lock()
         self.wake()
 
-    def refuse(self) -> None:
+    def close_without_lock(self) -> None:
         """Take no more batches, without the lock: in a forked child no thread would release it."""
         self.closed = True
         self.room = 0

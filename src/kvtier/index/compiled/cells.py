@@ -46,11 +46,11 @@ __all__ = [
     "USED",
     "Cells",
     "erase",
-    "expect",
     "fill",
     "find",
     "mix",
     "mixed_of",
+    "prefetch_cell",
     "put_word",
     "rehash",
     "segment_at",
@@ -128,7 +128,7 @@ def find(cells: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -
 
 
 @jit
-def expect(meta: Any, directory: Any, cells: Any, width: Any, key: Any, tag: Any) -> None:
+def prefetch_cell(meta: Any, directory: Any, cells: Any, width: Any, key: Any, tag: Any) -> None:
     """Prefetch the cell of a hash that is needed soon: tables are larger than caches."""
     mixed = mixed_of(meta, key, tag)
     prefetch(cells, (segment_of(meta, directory, mixed) * CELLS + np.int64(mixed & _MASK)) * width)

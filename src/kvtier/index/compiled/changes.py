@@ -24,10 +24,10 @@ from kvtier.index.compiled.cells import (
     SEGMENTS,
     UNKNOWN,
     erase,
-    expect,
     fill,
     find,
     mixed_of,
+    prefetch_cell,
     rehash,
     segment_of,
     split,
@@ -102,7 +102,7 @@ def store(
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
         if i + _AHEAD < stop:
-            expect(meta, directory, cells, WIDTH, hashes[i + _AHEAD], _NO_TAG)
+            prefetch_cell(meta, directory, cells, WIDTH, hashes[i + _AHEAD], _NO_TAG)
         key = hashes[i]
         mixed = mixed_of(meta, key, _NO_TAG)
         segment = segment_of(meta, directory, mixed)
@@ -160,7 +160,7 @@ def _remove(
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
         if i + _AHEAD < stop:
-            expect(meta, directory, cells, WIDTH, hashes[i + _AHEAD], _NO_TAG)
+            prefetch_cell(meta, directory, cells, WIDTH, hashes[i + _AHEAD], _NO_TAG)
         key = hashes[i]
         mixed = mixed_of(meta, key, _NO_TAG)
         segment = segment_of(meta, directory, mixed)

@@ -21,10 +21,10 @@ from kvtier.index.compiled.cells import (
     SEGMENTS,
     USED,
     Cells,
-    expect,
     fill,
     find,
     mixed_of,
+    prefetch_cell,
     put_word,
     rehash,
     segment_of,
@@ -34,7 +34,7 @@ from kvtier.index.compiled.cells import (
 )
 from kvtier.index.compiled.hashing import chain_one, hash_block
 from kvtier.index.compiled.jit import jit
-from kvtier.index.compiled.questions import holds_one
+from kvtier.index.compiled.lookups import holds_one
 from kvtier.index.compiled.scan import (
     FIRST_TOKEN,
     HAS_PARENT,
@@ -157,7 +157,7 @@ def _translate(
                     return edit, first
             at = edits[edit, FIRST_TOKEN]
             for i in range(first, first + count):
-                expect(meta, directory, cells, _WIDTH, hashes[i], tag)
+                prefetch_cell(meta, directory, cells, _WIDTH, hashes[i], tag)
                 local = hash_block(tokens, at, block_size, _BLOCK_SEED)
                 parent = chain_one(parent, local) if found else local
                 found, keys[i] = True, parent

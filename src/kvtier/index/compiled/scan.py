@@ -47,17 +47,17 @@ _HASHES, _EDITS, _TOKENS, _RANK, _HAS_RANK, _WIPED, _BLOCKS, _DIGEST, _TOTALS = 
 # Columns of a scanned batch's edits, after the columns that all edits have.
 _OP, _AREA, _COUNT, PARENT, HAS_PARENT, FIRST_TOKEN, TOKEN_COUNT, SCANNED_BLOCK_SIZE, _COLUMNS = range(9)
 
-# The forms of a field. A field is identified by its position in the event; `_STORED_FIELDS` and
-# `_REMOVED_FIELDS` give the names that maps use.
+# The forms of a field. A field is identified by its position in the event; `_STORED_FIELD_FORMS` and
+# `_REMOVED_FIELD_FORMS` give the names that maps use.
 _F_HASHES, _F_PARENT, _F_TOKENS, _F_INT, _F_TEXT, _F_MEDIUM, _F_ZERO, _F_KIND, _F_NIL, _F_WHOLE = range(10)
-_STORED_FIELDS = (
+_STORED_FIELD_FORMS = (
     ("block_hashes", _F_HASHES), ("parent_block_hash", _F_PARENT), ("token_ids", _F_TOKENS),
     ("block_size", _F_WHOLE), ("lora_id", _F_INT), ("medium", _F_MEDIUM), ("lora_name", _F_TEXT),
     ("extra_keys", _F_NIL), ("group_idx", _F_ZERO), ("kv_cache_spec_kind", _F_KIND),
     ("kv_cache_spec_sliding_window", _F_INT), ("locality", _F_NIL), ("ownership", _F_NIL),
     ("session_id", _F_TEXT),
 )  # fmt: skip
-_REMOVED_FIELDS = (
+_REMOVED_FIELD_FORMS = (
     ("block_hashes", _F_HASHES), ("medium", _F_MEDIUM), ("group_idx", _F_ZERO), ("locality", _F_NIL),
     ("ownership", _F_NIL),
 )  # fmt: skip
@@ -69,14 +69,14 @@ def _dictionary(words: list[str]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np
     return np.frombuffer("".join(words).encode(), np.uint8), ends.astype(np.int64)
 
 
-_NAMES, _NAME_ENDS = _dictionary([name for name, _ in _STORED_FIELDS])
-_FORMS = np.array([form for _, form in _STORED_FIELDS], np.int64)
+_NAMES, _NAME_ENDS = _dictionary([name for name, _ in _STORED_FIELD_FORMS])
+_FORMS = np.array([form for _, form in _STORED_FIELD_FORMS], np.int64)
 _REMOVED_AT = np.array(
-    [[name for name, _ in _STORED_FIELDS].index(name) for name, _ in _REMOVED_FIELDS], np.int64
+    [[name for name, _ in _STORED_FIELD_FORMS].index(name) for name, _ in _REMOVED_FIELD_FORMS], np.int64
 )
 _IN_REMOVED = sum(1 << int(field) for field in _REMOVED_AT)
 _LORA_ID, _LORA_NAME = (
-    [name for name, _ in _STORED_FIELDS].index(name) for name in ("lora_id", "lora_name")
+    [name for name, _ in _STORED_FIELD_FORMS].index(name) for name in ("lora_id", "lora_name")
 )
 _TAGS, _TAG_ENDS = _dictionary(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
 _MEDIA, _MEDIUM_ENDS = _dictionary([place[0] for place in PLACES])

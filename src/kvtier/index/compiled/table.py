@@ -29,7 +29,7 @@ from kvtier.index.base import (
     TableStats,
     tiers_of,
 )
-from kvtier.index.compiled import changes, questions, sets
+from kvtier.index.compiled import changes, lookups, sets
 from kvtier.index.compiled.cells import (
     AGAIN,
     CLOSED,
@@ -195,16 +195,16 @@ class CompiledTable:
 
     def match(self, hashes: Hashes) -> Columns:
         out = np.zeros((len(self._held), 7), np.int32)
-        questions.match(*self._cells[:3], self._rows, self._alias, self._areas, self._needed, hashes, out)
+        lookups.match(*self._cells[:3], self._rows, self._alias, self._areas, self._needed, hashes, out)
         return out
 
     @property
     def holders_state(self) -> tuple[Any, ...]:
-        """The arguments of `questions.holds_one` for this table."""
+        """The arguments of `lookups.holds_one` for this table."""
         return (*self._cells[:3], self._rows, self._alias, self._words)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        numbers = questions.find_all(*self._cells[:3], self._alias, hashes)
+        numbers = lookups.find_all(*self._cells[:3], self._alias, hashes)
         bits = np.bitwise_or.reduce(self._grid()[numbers, :, worker >> 6], axis=1)
         found: npt.NDArray[np.bool_] = (bits >> np.uint64(worker & 63)) & np.uint64(1) != 0
         return found
@@ -229,7 +229,7 @@ class CompiledTable:
             yield words_of(part, 0)
 
     def usable(self, hashes: Hashes) -> list[Mapping[int, int]]:
-        numbers = questions.find_all(*self._cells[:3], self._alias, hashes).tolist()
+        numbers = lookups.find_all(*self._cells[:3], self._alias, hashes).tolist()
         on = {number: self._tiers_of(number) for number in set(numbers)}
         return [on[number] for number in numbers]
 
@@ -267,7 +267,7 @@ class CompiledTable:
         keys = np.concatenate([words_of(part, 0) for part in parts])
         numbers = np.concatenate([part[:, 2] for part in parts])
         meta, alias = self._meta, self._alias
-        found = questions.find_all(*self._cells[:3], alias, keys)
+        found = lookups.find_all(*self._cells[:3], alias, keys)
         counted = np.zeros_like(self._held[:, :MAX_AREAS])
         for number, count in zip(*np.unique(alias[numbers], return_counts=True), strict=True):
             for worker, area in self._holders(int(number)):

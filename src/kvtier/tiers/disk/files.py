@@ -65,7 +65,7 @@ class OpenedFiles(NamedTuple):
 
 
 class DiskFiles(Backend):
-    """The files of one place. `passing` is called before every write; tests end the process there."""
+    """The files of one place. `on_write_step` is called at each step of a write; tests kill us there."""
 
     def __init__(
         self, folder: Path, header: DiskHeader, descriptors: tuple[int, int, int], *, direct: bool
@@ -82,7 +82,7 @@ class DiskFiles(Backend):
         self._saved_ticks = self.ticks.copy()
         self._header_lock = threading.Lock()
         self._buffers = threading.local()
-        self.passing: Callable[[str], None] = _pass
+        self.on_write_step: Callable[[str], None] = _on_write_step
         self._dirty = False
 
     # -- opening -----------------------------------------------------------------------------------
@@ -236,14 +236,14 @@ class DiskFiles(Backend):
                     errno.EFBIG, f"expected a row of at most {self._stride} bytes, got {row.nbytes}"
                 )
         self._empty(first, count)
-        self.passing("row")
+        self.on_write_step("row")
         self._move(os.pwritev, run, into_memory=False)
         if self._described:
-            self.passing("description")
+            self.on_write_step("description")
             packed = [pack_description(row.key, row.description, self._described) for row in run]
             packed[:-1] = [description.ljust(self._described, b"\0") for description in packed[:-1]]
             _write_all(self._descriptions, b"".join(packed), first * self._described)
-        self.passing("record")
+        self.on_write_step("record")
         ticks, lengths = self.ticks[first : first + count].tolist(), [row.nbytes for row in run]
         records = [
             pack_record(row.place, row.key, row.seal, length, row.scope, tick)
@@ -253,7 +253,7 @@ class DiskFiles(Backend):
         self._seals[first * SEAL_BYTES : (first + count) * SEAL_BYTES] = b"".join([row.seal for row in run])
         self._lengths[first : first + count] = array("q", lengths)
         self._dirty = True
-        self.passing("end")
+        self.on_write_step("end")
 
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
         return [answer for run in self._runs(rows) for answer in self._read(run)]
@@ -302,7 +302,7 @@ class DiskFiles(Backend):
         """Make slots absent, for later processes too, before anything is written into them."""
         if any(self._lengths[first : first + count]):
             self._lengths[first : first + count] = array("q", bytes(8 * count))
-            self.passing("emptied record")
+            self.on_write_step("emptied record")
             _write_all(self._records, EMPTY * count, HEADER_BYTES + first * RECORD_BYTES)
 
     def _move(
@@ -385,7 +385,7 @@ class DiskFiles(Backend):
     def _save_header(self, *, both: bool) -> None:
         page = pack_header(self.header)
         for at in (0, 1) if both else (self.header.sequence % 2,):
-            self.passing("header")
+            self.on_write_step("header")
             _write_all(self._records, page, at * PAGE_BYTES)
 
     def sync(self) -> None:
@@ -418,7 +418,7 @@ class DiskFiles(Backend):
                 os.close(descriptor)
 
 
-def _pass(_where: str) -> None:
+def _on_write_step(_where: str) -> None:
     return
 
 
