@@ -325,7 +325,8 @@ class SlotTier(IOTier):
         """Make chunks absent whose bytes are wrong, so that a kill right after this does not bring them
         back.
 
-        Waits for that, for half a second at most, and for no tier that is suspended.
+        Waits for that, for half a second at most, and for no tier that is suspended: one that takes longer
+        is, then.
         """
         if self._table is None:
             return
@@ -339,6 +340,8 @@ class SlotTier(IOTier):
             self._io.wait_any(left)
             for report in self._io.poll():
                 self._settle(report)
+        if writing.problem is None and dropped & self._undeleted:
+            self._suspend("a deletion does not return")
 
     def reset(self, suffix: str) -> None:
         self._scope = SealScope(self._scope.namespace, self._scope.epoch + 1, suffix)

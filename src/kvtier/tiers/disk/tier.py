@@ -349,16 +349,18 @@ class DiskTier(SlotTier):
     def reset(self, suffix: str) -> None:
         """Make everything absent.
 
-        Waits for the page cache, for half a second at most, and for no suspended disk.
+        Waits for the page cache, for half a second at most. A disk that is suspended, or has not taken the
+        reset before this, is not waited for.
         """
         self._suffix = suffix
         if self._files is not None:
             self._to_announce = _NO_SLOTS
             super().reset(suffix)
             self._io.hold(Direction.DEMOTE)
+        is_waited_for = not self._epoch_saving and (self._files is None or self._writable() is not None)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
-        if self._epoch_saving and (self._files is None or self._writable() is not None):
+        if self._epoch_saving and is_waited_for:
             # So that a kill right after this brings nothing back. The page cache takes it in microseconds.
             self._epoch_written.wait(_RESET_WAIT)
 
