@@ -11,9 +11,10 @@ still touch them. Scheduler thread only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvtier.config import OffloadingConfig, Recompute
 from kvtier.connector.metadata import EndOrder, ReqId, TransferReport
@@ -37,6 +38,8 @@ _FAILURES_TO_BLAME = 2  # loads of one chunk that fail in a row: the chunk itsel
 _MAX_COUNTED = 4096
 _MARGIN = 1.5
 """Times its deadline: a worker's clock starts when the job reaches it, its report travels with a step."""
+_MAX_ASKED = 256
+"""Expired jobs that are asked for in a step: of a rank that says nothing for ever there are ever more."""
 _GRACE_OUTPUTS = 2
 """A step may last longer than any deadline, so a job is late only if workers have answered since."""
 
@@ -294,7 +297,7 @@ class RunningJobs:
 
     def __init__(self) -> None:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
-        self._expired: dict[int, LoadJob | StoreJob] = {}
+        self._expired: OrderedDict[int, LoadJob | StoreJob] = OrderedDict()
         self._loading: dict[OffloadKey, int] = {}
         self._storing: dict[OffloadKey, int] = {}
         self._newest = 0
@@ -371,11 +374,16 @@ class RunningJobs:
     def end_orders(self, now: float) -> dict[int, EndOrder]:
         """Return what the workers are to end: expired jobs, and loads that are void or take longer than they
         are worth.
+
+        Of many expired jobs some; the next call returns the next ones.
         """
         if not self._jobs and not self._expired:  # as in most steps
             return {}
         loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
-        return {job.job_id: job.end_order() for job in (*loads, *self._expired.values())}
+        expired = list(islice(self._expired.values(), _MAX_ASKED))
+        for job in expired:
+            self._expired.move_to_end(job.job_id)
+        return {job.job_id: job.end_order() for job in (*loads, *expired)}
 
     def load_of(self, key: OffloadKey) -> LoadJob | None:
         """Return the load that brings a chunk, if one does."""

@@ -139,8 +139,8 @@ class OffloadingConnectorMetadata:
 
     A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids.
     Jobs of `jobs_to_flush` read blocks that someone else will write in this step: they must be over before
-    it runs. Jobs of `jobs_to_end` have taken too long, or nobody wants them any more; an order stands in
-    every step until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
+    it runs. Jobs of `jobs_to_end` have taken too long, or nobody wants them any more; an order comes
+    again until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
     `get_finished` names them.
     """
 

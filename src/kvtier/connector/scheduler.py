@@ -444,7 +444,9 @@ class OffloadingConnectorScheduler:
         self.times.note(job, now)
         self._over.finished_recving.add(job.req_id)
         self._over.invalid_block_ids |= job.invalid_block_ids()
-        was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
+        was_ended = job.void or (
+            not job.expired and job.started + job.patience < min(now, job.started + job.deadline)
+        )
         if not was_ended and (
             guilty := self._load_failures.blame(job)
         ):  # else the bus was slow, or nobody wanted it
