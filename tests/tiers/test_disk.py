@@ -260,6 +260,31 @@ def test_rows_offered_while_a_reset_is_written_down_are_written_after_it(tmp_pat
         manager.check()
 
 
+def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wrong row and each reset cost the scheduler's thread half a second."""
+    may_write = threading.Event()
+    with opened(tmp_path) as driver:
+        driver.store(*range(6))
+        files, began = disk(driver)._files, time.monotonic()
+        assert files is not None
+        delete, save = files.delete, files.save_header
+        monkeypatch.setattr(files, "delete", lambda rows: may_write.wait(30) and delete(rows))
+        monkeypatch.setattr(files, "save_header", lambda **more: may_write.wait(30) and save(**more))
+        for number in range(6):
+            driver.tier.discard(keys(number))
+        assert driver.tier.state() == "suspended"
+        assert not any(driver.tier.lookup_many(keys(*range(6))))
+        disk(driver)._end_probe(None, None)
+        for _ in range(6):
+            driver.tier.reset("weights were swapped")
+        assert time.monotonic() - began < 3, "two waits, not twelve"
+        may_write.set()
+        driver.wait(lambda: not disk(driver)._epoch_unsaved)
+        driver.store(1, 2)
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used == 0, "a reset is for good"
+
+
 def test_a_reset_before_it_is_open(tmp_path: Path) -> None:
     with opened(tmp_path) as driver:
         driver.store(1)

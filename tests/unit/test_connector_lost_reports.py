@@ -108,6 +108,46 @@ def test_a_store_lost_before_a_reset_leaves_chunks_of_after_it_alone() -> None:
     assert used_slots(host) == 6
 
 
+@pytest.mark.parametrize("load_if_faster", [False, True])
+def test_loads_that_a_rank_never_reports_do_not_pile_up(load_if_faster: bool) -> None:
+    """Where computing has a price, their chunks were never blamed, and every fourth request tried again."""
+    clock = Clock()
+    host = make_host(world_size=2, clock=clock, load_if_faster=load_if_faster)
+    host.cache(Request("a", PROMPT))
+    host.scheduler.cost.note_step(40, 0.04)
+    for number in range(20):
+        request = Request(f"r{number}", PROMPT, kv_transfer_params={"max_offload_tokens": 0})
+        tokens, _ = host.scheduler.get_num_new_matched_tokens(request, 0)
+        if tokens:
+            host.scheduler.update_state_after_alloc(request, host.blocks(7), tokens)
+            host.report(host.idle().load_jobs[request.request_id], rank=0)
+            silence(host, clock)
+        host.scheduler.request_finished(request)
+    assert host.scheduler.stats.expired == 2
+    assert len(host.idle().jobs_to_end) == 2
+
+
+def test_of_many_expired_jobs_a_step_asks_for_some_and_of_all_in_turn() -> None:
+    """A rank that says nothing for ever: each step told all ranks of all of them."""
+    clock, num_jobs = Clock(), 600
+    host = make_host(num_slots=num_jobs, world_size=2, clock=clock)
+    for number in range(num_jobs):
+        request = Request(f"r{number}", [number] * 4)
+        host.scheduler.get_num_new_matched_tokens(request, 0)
+        (job,) = host.run_new(request, host.blocks(1)).store_jobs.values()
+        host.report(job, rank=0)
+        host.scheduler.request_finished(request)
+    silence(host, clock)
+    assert doomed(host) == host.scheduler.stats.expired == num_jobs
+    orders = [set(host.idle().jobs_to_end) for _ in range(3)]
+    assert [len(asked) for asked in orders] == [256, 256, 256]
+    assert len(set.union(*orders)) == num_jobs
+    for _ in range(3):
+        for job in host.idle().jobs_to_end:
+            host.report(job, success=False, rank=1)
+    assert (doomed(host), host.idle().jobs_to_end) == (0, {})
+
+
 def test_a_load_that_takes_longer_than_computing_is_ended_and_not_tried_again_at_once() -> None:
     clock = Clock()
     host = make_host(clock=clock)

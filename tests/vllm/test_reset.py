@@ -98,6 +98,30 @@ def test_what_vllm_could_not_clear_is_not_kept(model: Path) -> None:
     assert rounds == [expected] * 2
 
 
+def test_what_is_computed_on_top_of_it_after_a_preemption_is_not_kept_either(llama: Path) -> None:
+    """A request that ran at the reset finds its own blocks of before in vLLM's cache when it comes again."""
+    running = [make_prompt(seed, 100) for seed in range(3)]
+    prompts = [prompt + make_prompt(9, 20) for prompt in running]
+    with vllm_engine(llama, num_blocks=256) as plain:
+        swap_weights(plain, seed=1)
+        expected = tokens_of(plain.generate(prompts))
+    with vllm_engine(llama, {}, num_blocks=16) as engine:
+        for index, prompt in enumerate(running):
+            engine.add(str(index), prompt, 90)
+        for _ in range(8):
+            engine.step()
+        swap_weights(engine, seed=1)
+        assert not engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+        preemptions = engine.count_preemptions()
+        engine.run()
+        assert engine.count_preemptions() > preemptions
+        engine.forget()
+        assert tokens_of(engine.generate(prompts)) == expected
+        engine.forget()
+        assert tokens_of(engine.generate(prompts)) == expected
+        assert engine.stats.loads > 0, "once vLLM's cache is cleared, all is as ever"
+
+
 def reset_with_new_weights(engine: Engine, how: str) -> None:
     """Swap the weights and reset everything, as a trainer may: with running requests preempted, left alone,
     or ended.

@@ -11,9 +11,10 @@ Scheduler thread only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvtier.config import OffloadingConfig, Recompute
 from kvtier.connector.metadata import EndOrder, ReqId, TransferReport
@@ -39,6 +40,8 @@ _MARGIN = 1.5
 """A job is late after this many deadlines: a worker's clock starts when the job reaches it, and its report
 comes only with a step.
 """
+_MAX_ASKED = 256
+"""The most expired jobs that a step asks for: a rank that is silent for ever leaves more and more of them."""
 _GRACE_OUTPUTS = 2
 """A job is late only after more worker outputs than this since its deadline: a step may take longer than any
 deadline.
@@ -287,7 +290,7 @@ class RunningJobs:
 
     def __init__(self) -> None:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
-        self._expired: dict[int, LoadJob | StoreJob] = {}
+        self._expired: OrderedDict[int, LoadJob | StoreJob] = OrderedDict()
         self._loading: dict[OffloadKey, int] = {}
         self._storing: dict[OffloadKey, int] = {}
         self._newest = 0
@@ -362,11 +365,17 @@ class RunningJobs:
             job.void = True
 
     def end_orders(self, now: float) -> dict[int, EndOrder]:
-        """Return the orders to end jobs: expired jobs, and loads that are void or exceed their patience."""
+        """Return the orders to end jobs: expired jobs, and loads that are void or exceed their patience.
+
+        The orders name only some of very many expired jobs; the next call names the next ones.
+        """
         if not self._jobs and not self._expired:  # most steps
             return {}
         loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
-        return {job.job_id: job.end_order() for job in (*loads, *self._expired.values())}
+        expired = list(islice(self._expired.values(), _MAX_ASKED))
+        for job in expired:
+            self._expired.move_to_end(job.job_id)
+        return {job.job_id: job.end_order() for job in (*loads, *expired)}
 
     def load_of(self, key: OffloadKey) -> LoadJob | None:
         """Return the running load of a chunk, if there is one."""

@@ -141,8 +141,8 @@ class OffloadingConnectorMetadata:
 
     A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids.
     Jobs of `jobs_to_flush` read blocks that another request writes in this step: they must be over before
-    the step runs. Jobs of `jobs_to_end` have taken too long or are no longer wanted; an order is repeated in
-    every step until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
+    the step runs. Jobs of `jobs_to_end` have taken too long or are no longer wanted; an order is repeated
+    until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
     `get_finished` names them.
     """
 

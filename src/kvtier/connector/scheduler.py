@@ -443,7 +443,9 @@ class OffloadingConnectorScheduler:
         if invalid := job.invalid_block_ids():
             self._ended.failed_recving.add(job.req_id)
             self._ended.invalid_block_ids |= invalid
-        was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
+        was_ended = job.void or (
+            not job.expired and job.started + job.patience < min(now, job.started + job.deadline)
+        )
         if not was_ended and (
             guilty := self._load_failures.blame(job)
         ):  # a load that was ended early is no fault of its chunks

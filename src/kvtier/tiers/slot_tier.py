@@ -321,7 +321,8 @@ class SlotTier(IOTier):
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Make chunks with wrong bytes absent, so that they stay absent if the process is then killed.
 
-        Waits for the deletion, for half a second at most, but not if the tier is suspended.
+        Waits for the deletion, for half a second at most, but not if the tier is suspended. A tier that takes
+        longer is suspended.
         """
         if self._table is None:
             return
@@ -335,6 +336,8 @@ class SlotTier(IOTier):
             self._io.wait_any(left)
             for report in self._io.poll():
                 self._settle(report)
+        if writing.problem is None and dropped & self._undeleted:
+            self._suspend("a deletion does not return")
 
     def reset(self, suffix: str) -> None:
         self._scope = SealScope(self._scope.namespace, self._scope.epoch + 1, suffix)

@@ -184,11 +184,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, and that loads are asynchronous."""
-        if _takes_tokens_back(request) or self._may_hit_old_entries(request):
+        if _takes_tokens_back(request):
             return 0, False
-        self._shown.add(request.request_id)
         limit = self._most_to_load(request)
-        tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        if self._may_hit_old_entries():
+            self._hide(request)
+            tokens: int | None = 0
+        else:
+            self._shown.add(request.request_id)
+            tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
         if tokens is not None and self._windowed:
             # If a whole prompt can be loaded, vLLM computes its last token again. vLLM must know that
             # before it allocates blocks: the window of this token begins one token earlier than that of the
@@ -272,10 +276,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._old_entries = entries if len(entries) else None
         return self._connector.reset_cache()
 
-    def _may_hit_old_entries(self, request: Request) -> bool:
-        """Say whether a request unknown to us may reuse entries that vLLM should have dropped at a reset."""
+    def _may_hit_old_entries(self) -> bool:
+        """Say whether a request may reuse entries that vLLM should have dropped at a reset."""
         entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
-        return self._old_entries is entries and request.request_id not in self._shown
+        return self._old_entries is entries
+
+    def _hide(self, request: Request) -> None:
+        """Have the core connector forget a request, so that nothing of it is stored."""
+        if request.request_id in self._shown:
+            self._shown.remove(request.request_id)
+            self._end([request])
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
         """Take the tiers' changes.

@@ -352,16 +352,18 @@ class DiskTier(SlotTier):
     def reset(self, suffix: str) -> None:
         """Make everything absent.
 
-        Waits for the write to the page cache, for half a second at most, but not if the disk is suspended.
+        Waits for the write to the page cache, for half a second at most, but not if the disk is suspended or
+        has not yet written an earlier reset.
         """
         self._suffix = suffix
         if self._files is not None:
             self._to_announce = _NO_SLOTS
             super().reset(suffix)
             self._io.hold(Direction.DEMOTE)
+        is_waited_for = not self._epoch_saving and (self._files is None or self._writable() is not None)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
-        if self._epoch_saving and (self._files is None or self._writable() is not None):
+        if self._epoch_saving and is_waited_for:
             # So that no row comes back after a kill right now. A write to the page cache takes microseconds.
             self._epoch_written.wait(_RESET_WAIT)
 
