@@ -330,7 +330,7 @@ class LossyLink:
 
 def bind_again(sock: zmq.Socket[bytes], endpoint: str) -> None:
     """Bind an address that was just let go; the system may need a moment."""
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 60.0
     while True:
         try:
             return sock.bind(endpoint)

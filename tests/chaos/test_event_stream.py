@@ -256,7 +256,7 @@ def test_followers_of_a_stock_publisher_have_the_truth_or_know_that_they_do_not(
 # -- real sockets ----------------------------------------------------------------------------------
 
 HEARTBEAT = 0.05
-PATIENCE = 20.0
+PATIENCE = 60.0
 SOCKET_LIMITS = Limits(
     reply_timeout=0.5, probe_interval=0.5, catch_up_delay=0.05, backoff=0.02, backoff_max=0.2
 )
@@ -324,7 +324,7 @@ class Site:
         """
         self.publisher.shutdown()
         self.workload.restart()
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + PATIENCE
         while True:
             try:
                 config = self.config

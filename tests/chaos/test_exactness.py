@@ -73,7 +73,7 @@ def test_an_index_fed_by_it_holds_the_same(form: str, keys: str) -> None:
 
 # -- real sockets ----------------------------------------------------------------------------------
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 QUICK = Limits(
     reply_timeout=0.2,
     probe_interval=0.5,

@@ -53,8 +53,6 @@ from kvtier.tiers.shared_tier import SharedTier
 
 NUM_REAL_SEEDS = int(os.environ.get("KVTIER_REAL_SEEDS", "3"))
 FAULT_RATES = (0.0, 0.05, 0.1, 0.3)
-PATIENCE = 60.0
-"""For calls without a deadline to return."""
 
 
 @dataclass
@@ -182,7 +180,6 @@ class RealPlayer(SharedPlayer):
     """Kills the server, stops it, and starts it again. Both players know how it is."""
 
     scenario: RealScenario
-    patience: ClassVar[float] = PATIENCE  # some clients' calls have no deadline
     is_down: ClassVar[bool] = False
     is_silent: ClassVar[bool] = False
 
@@ -220,7 +217,7 @@ class RealPlayer(SharedPlayer):
         """Let calls return first, which have no deadline with some servers; then as with others."""
         manager = self.scheduler.manager
         assert isinstance(manager, TieredOffloadingManager)
-        until = monotonic() + PATIENCE
+        until = monotonic() + self.patience
         while manager.tier_stats()[0].stuck and monotonic() < until:
             manager.tiers[0].wait_any(0.01)
             self.engine.step()

@@ -10,6 +10,7 @@ import itertools
 import random
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from urllib.parse import urlsplit
@@ -62,7 +63,7 @@ def ask_for_everything(one: ZmqEventPublisher) -> set[int]:
     held: set[int] = set()
     with dealer(one) as client:
         client.send_multipart([b"", struct.pack(">Q", 0)])
-        while client.poll(10_000):
+        while client.poll(60_000):
             _, _, seq, payload = client.recv_multipart()
             if seq == END:
                 return held
@@ -71,7 +72,7 @@ def ask_for_everything(one: ZmqEventPublisher) -> set[int]:
                 for event in decode_batch(payload).events
                 for block in getattr(event, "block_hashes", ())
             }
-    raise AssertionError("no answer within ten seconds")
+    raise AssertionError("no answer within a minute")
 
 
 def request(rng: random.Random, samples: list[bytes]) -> list[bytes]:
@@ -86,14 +87,16 @@ def send_requests(one: ZmqEventPublisher, requests: Iterator[list[bytes]]) -> in
     """Send them as one client that reads now and then, and goes away in the middle; return how many messages
     came back.
     """
-    answers = 0
+    answers = asked = 0
     with dealer(one) as client:
         for frames in requests:
             client.send_multipart(frames)
+            asked += 1
             while client.poll(1):  # so that a busy publisher finds a client that reads
                 client.recv_multipart()
                 answers += 1
-        while client.poll(500):
+        # More than a quarter of them are answered; a busy machine may be late with that.
+        while client.poll(60_000 if 4 * answers <= asked else 500):
             client.recv_multipart()
             answers += 1
     return answers
@@ -121,7 +124,7 @@ def test_ports_take_anything(publisher: ZmqEventPublisher) -> None:
     for _ in range(FRAMES // 200):
         address = urlsplit(rng.choice((publisher.endpoint, publisher.replay_endpoint or "")))
         noise = b"".join(mutate(rng, samples) for _ in range(rng.randint(1, 5)))
-        with closing(socket.create_connection((address.hostname, address.port), timeout=5)) as connection:
+        with closing(socket.create_connection((address.hostname, address.port), timeout=60)) as connection:
             connection.sendall(rng.choice((noise, greeting[: rng.randint(1, 64)], greeting + noise)))
     assert ask_for_everything(publisher) == set(HELD)
 
@@ -180,13 +183,20 @@ def test_a_subscriber_takes_anything() -> None:
         subscriber.add(impostor.source)
         while not subscriber.status("impostor").connected:
             subscriber.poll(0.01)
-        before, received = 0, 0
-        for seq in range(FRAMES // 10):
+        before, received, until = 0, 0, time.monotonic() + 60
+
+        def has_met_everything() -> bool:
+            counters = subscriber.status("impostor").counters
+            return min(received, counters.bad_frames, counters.skipped_events, counters.resets) > 0
+
+        for seq in itertools.count():
+            # The threads between them may be late on a busy machine.
+            if seq >= FRAMES // 10 and (has_met_everything() or time.monotonic() > until):
+                break
             impostor.send(seq)
             received += sum(isinstance(update, Received) for update in subscriber.poll(0.0))
             if seq == FRAMES // 100:
                 before = resident_bytes()
         subscriber.check()
-        counters = subscriber.status("impostor").counters
-        assert min(received, counters.bad_frames, counters.skipped_events, counters.resets) > 0
+        assert has_met_everything()
         assert resident_bytes() - before < MAY_GROW

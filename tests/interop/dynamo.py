@@ -36,7 +36,7 @@ class DynamoIndexer(IndexerClient):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(PATIENCE)
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + PATIENCE

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 from tests.interop.traffic import Block
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 _MEDIUM = {"device": "GPU", "host_pinned": "CPU", "disk": "STORAGE"}
 
 
@@ -79,7 +79,7 @@ class IndexerClient:
         """Send a request and return the answer's JSON."""
         data = None if body is None else json.dumps(body).encode()
         with urlopen(
-            Request(self._url + path, data, {"content-type": "application/json"}), timeout=10
+            Request(self._url + path, data, {"content-type": "application/json"}), timeout=PATIENCE
         ) as reply:
             text = reply.read()
         return json.loads(text) if text else None
@@ -87,7 +87,9 @@ class IndexerClient:
     def status(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> int:
         """Send a request and return the answer's status."""
         try:
-            with urlopen(Request(self._url + path, json.dumps(body).encode(), headers), timeout=10) as reply:
+            with urlopen(
+                Request(self._url + path, json.dumps(body).encode(), headers), timeout=PATIENCE
+            ) as reply:
                 return int(reply.status)
         except HTTPError as error:
             return error.code

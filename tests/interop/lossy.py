@@ -58,7 +58,7 @@ class LossyLink:
         self._broken.set()
         yield
         with self._changed:
-            assert self._changed.wait_for(lambda: self._lost >= wanted, timeout=20)
+            assert self._changed.wait_for(lambda: self._lost >= wanted, timeout=60)
         self._broken.clear()
 
     def __enter__(self) -> Self:

@@ -30,7 +30,7 @@ from kvtier.events.publish.loop import _Task
 from kvtier.events.types import ExternalBlockHash
 
 END = b"\xff" * 8
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 Held = set[tuple[Place, ExternalBlockHash]]
 
@@ -205,4 +205,5 @@ def publisher(rank: int = 0, first: int = 0, **changes: Any) -> Iterator[ZmqEven
         assert made.stats().errors == 0
     finally:
         made.shutdown()
+        made._loop.thread.join(DEADLINE)  # a busy machine may let it end later than a shutdown waits
         assert not made._loop.thread.is_alive()

@@ -19,6 +19,7 @@ from kvtier.index.server import (
 )
 
 T = list(range(200, 260))
+PATIENCE = 60.0
 SMALL = Settings(budget=4 << 20, form="python")
 
 
@@ -37,7 +38,7 @@ class Client:
     def raw(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(self._address, timeout=20)
+        connection = http.client.HTTPConnection(self._address, timeout=PATIENCE)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"} | (headers or {}))
             response = connection.getresponse()
@@ -52,7 +53,7 @@ class Client:
     def bytes(self, data: bytes, half_close: bool = True) -> bytes:
         """Send bytes as they are, and return all that comes back."""
         host, _, port = self._address.partition(":")
-        with socket.create_connection((host, int(port)), timeout=20) as sock:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as sock:
             try:
                 sock.sendall(data)
                 if half_close:
@@ -65,7 +66,7 @@ class Client:
     def connected(self) -> Iterator[socket.socket]:
         """Give a connection, and break it off in the end."""
         host, _, port = self._address.partition(":")
-        with socket.create_connection((host, int(port)), timeout=20) as sock:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as sock:
             yield sock
 
     def metrics(self) -> dict[str, float]:
@@ -90,7 +91,7 @@ class Client:
 
 def until(condition: Callable[[], bool]) -> None:
     """Ask until the answer is yes; the asking takes long enough by itself."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it never came to be"
 

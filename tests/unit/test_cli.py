@@ -242,7 +242,7 @@ def test_a_pipe_is_written_to_and_not_replaced(here: Path, no_demo: None) -> Non
     os.mkfifo("pipe")
     reader = subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True)
     assert main(["demo", "--no-report", "--json", "pipe"]) == 0
-    assert json.loads(reader.communicate(timeout=20)[0])["identical"] is True
+    assert json.loads(reader.communicate(timeout=60)[0])["identical"] is True
     assert (here / "pipe").is_fifo()
 
 

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -215,7 +215,7 @@ def test_ctrl_c_ends_tail_quietly() -> None:
     with publisher() as one, running("tail", *addresses(one)) as process:
         read_until(process, "mark")
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
 
 
@@ -225,7 +225,7 @@ def test_a_reader_that_goes_away_ends_tail_quietly() -> None:
         read_until(process, "exact")
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(30) == 0  # though nothing more is said
+        assert process.wait(60) == 0  # though nothing more is said
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
@@ -376,11 +376,26 @@ def test_check_finds_an_honest_publisher_exact(capsys: pytest.CaptureFixture[str
     assert "8 blocks" in line
 
 
+def check(capsys: pytest.CaptureFixture[str], address: Iterable[str], *said: str) -> tuple[int, str]:
+    """Check a stream until all of this is said, and return the code and what was said.
+
+    A check takes all of its time where nothing proves anything: it has little at first, and more on a busy
+    machine, where little is not enough to join.
+    """
+    for seconds in (1, 4, 16, 64):
+        code = main(["events", "check", *address, "--timeout", str(seconds)])
+        output = capsys.readouterr().out.replace(f" in {seconds} s", " in time")
+        if all(words in output for words in said):
+            break
+    return code, output
+
+
 def test_check_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
     with publisher(heartbeat_interval=None) as one:
         one.publish(batch(stored(1, count=5)))
-        assert main(["events", "check", *addresses(one), "--timeout", "1"]) == 0
-    assert one_line(capsys.readouterr().out).startswith("exact at ")
+        code, output = check(capsys, addresses(one), "exact at ")
+    assert code == 0
+    assert one_line(output).startswith("exact at ")
 
 
 class HandMade:
@@ -420,27 +435,28 @@ def test_check_finds_a_publisher_out_that_says_what_is_not_so(capsys: pytest.Cap
     encoder = EventEncoder()
     mark = encoder.mark(Mark(epoch=5, blocks=2, digest=3))
     with HandMade([frame_batch(1.0, [encoder.event(AllBlocksCleared()), mark], 0)]) as one:
-        assert main(["events", "check", one.endpoint, "--timeout", "1"]) == 1
-    output = capsys.readouterr().out
-    assert "blocks: the publisher has 2, it announced 0" in output
+        told = "blocks: the publisher has 2, it announced 0"
+        code, output = check(capsys, [one.endpoint], told)
+    assert code == 1
+    assert told in output
 
 
 def test_check_says_what_can_be_known_of_a_stock_publisher(capsys: pytest.CaptureFixture[str]) -> None:
     payload = frame_batch(1.0, [EventEncoder().event(stored(1))], 0)
     with HandMade([payload]) as one:
-        main(["events", "check", one.endpoint, "--timeout", "1"])
-    output = capsys.readouterr().out
-    assert "no mark in 1 s: stock publishers" in output
-    assert "2 blocks announced" in output
+        told = "no mark in time: stock publishers", "2 blocks announced"
+        _, output = check(capsys, [one.endpoint], *told)
+    assert all(words in output for words in told)
 
 
 def test_check_does_not_blame_an_idle_publisher(capsys: pytest.CaptureFixture[str]) -> None:
     """A vLLM without requests says nothing, and without a replay address it cannot be asked."""
     with zmq.Context() as context, context.socket(zmq.PUB) as silent:
         port = silent.bind_to_random_port("tcp://127.0.0.1")
-        assert main(["events", "check", f"tcp://127.0.0.1:{port}", "--timeout", "0.5"]) == 0
-    output = capsys.readouterr().out
-    assert "said nothing in 0.5 s: an idle vLLM" in output
+        told = "said nothing in time: an idle vLLM"
+        code, output = check(capsys, [f"tcp://127.0.0.1:{port}"], told)
+    assert code == 0
+    assert told in output
     assert "--replay" in output
 
 

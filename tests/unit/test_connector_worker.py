@@ -61,7 +61,7 @@ def ranks(request: pytest.FixtureRequest, config: OffloadingConfig) -> Iterator[
     yield [local, remote]
     remote.close()
     local.close()
-    process.join(10)
+    process.join(60)
     assert process.exitcode == 0
 
 

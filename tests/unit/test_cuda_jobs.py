@@ -18,7 +18,7 @@ from kvtier.config import OffloadingConfig, parse_size
 from kvtier.errors import LayoutError, TransferError
 from kvtier.pool import Pool
 from kvtier.testing.caches import make_caches, make_config
-from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, finish
+from kvtier.testing.handler_suite import PATIENCE, Handlers, HandlerSuite, Rig, finish
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -213,7 +213,7 @@ def lane_of(handler: OffloadingHandler) -> HostLane:
 def test_a_small_job_needs_no_thread(rig: Rig) -> None:
     before = threading.active_count()
     assert rig.run_store(0, GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3, 4])).success
-    assert threading.active_count() == before
+    assert threading.active_count() <= before, "others may end meanwhile"
 
 
 def test_nothing_is_enqueued_before_the_engine_is_done(rig: Rig) -> None:
@@ -282,7 +282,7 @@ def test_the_first_layer_of_a_load_can_be_had_before_the_others(monkeypatch: pyt
     arrived = []
     assert rig.load.transfer_by_layer(1, (cpu, gpu))
     for name in rig.caches.layers:
-        assert rig.load.await_layer(1, name, 1)
+        assert rig.load.await_layer(1, name, PATIENCE)
         arrived.append(lane._arrived)
     assert arrived == [8, 16, 24]
     assert finish(rig.load, 1).success

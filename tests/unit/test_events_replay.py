@@ -158,7 +158,7 @@ def test_an_idle_publisher_answers_at_once(client: Client) -> None:
             start = time.perf_counter()
             list(ask(dealer, 0))
             took.append(time.perf_counter() - start)
-        assert min(took) < 0.01  # a tick of vLLM's is 0.1; the benchmark has the real figure
+        assert min(took) < 0.05  # a tick of vLLM's is 0.1; the benchmark has the real figure
 
 
 # -- from the state --------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from kvtier.events.curve import CurveClient, CurveServer, make_keys
 from kvtier.events.frames import END_SEQ, NumberedPayload, read_live, read_reply
 from kvtier.events.publisher import ZmqEventPublisher
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 QUICK = Limits(reply_timeout=0.5, probe_interval=0.3, catch_up_delay=0.05, backoff=0.02, backoff_max=0.1)
 
 
@@ -205,6 +205,7 @@ def test_who_is_there_first_waits_for_the_publisher(publisher: ZmqEventPublisher
     config = publisher.get_publisher_config()
     source = source_of(publisher)
     publisher.shutdown()
+    publisher._loop.thread.join(PATIENCE)  # its addresses are free then
     with Subscriber([source], limits=QUICK) as subscriber:
         until(subscriber, lambda: subscriber.status("p").state is State.DEGRADED)
         assert "no connection" in subscriber.status("p").reason

@@ -528,7 +528,7 @@ def test_a_signal_ends_it(number: signal.Signals) -> None:
         client = Client(process.stdout.readline().strip())
         assert client("GET", "/health") == (200, "")
         os.kill(process.pid, number)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_block_size_that_comes_later_loses_nothing() -> None:
