@@ -41,7 +41,7 @@ _MARGIN = 1.5
 comes only with a step.
 """
 _MAX_ASKED = 256
-"""The most expired jobs that a step asks for: a rank that is silent for ever leaves more and more of them."""
+"""The most expired jobs that a step asks for: a rank that is silent for ever leaves ever more of them."""
 _GRACE_OUTPUTS = 2
 """A job is late only after more worker outputs than this since its deadline: a step may take longer than any
 deadline.

@@ -321,8 +321,8 @@ class SlotTier(IOTier):
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Make chunks with wrong bytes absent, so that they stay absent if the process is then killed.
 
-        Waits for the deletion, for half a second at most, but not if the tier is suspended. A tier that takes
-        longer is suspended.
+        Waits for the deletion, for half a second at most, but not if the tier is suspended. If it takes
+        longer, the tier is suspended.
         """
         if self._table is None:
             return
