@@ -80,7 +80,8 @@ class FaultyBackend(Backend):
         self.hanging = threading.Event()
         """Set while a call hangs: a test waits for it instead of sleeping."""
         self._hang = False
-        self._released = threading.Event()
+        self._released = False
+        self._held: list[threading.Event] = []
         self._number = 0
         self._lock = threading.Lock()
         self._last: tuple[bytes, bytes] | None = None  # seal and bytes of the previously read row
@@ -88,16 +89,30 @@ class FaultyBackend(Backend):
     def lend(self, memory: memoryview) -> None:
         self.backend.lend(memory)
 
+    @property
+    def num_hanging(self) -> int:
+        """How many calls hang."""
+        return len(self._held)
+
     def hang(self) -> None:
         """Make every call from now on wait for `release`."""
-        self._released.clear()
-        self._hang = True
+        with self._lock:
+            self._released, self._hang = False, True
 
     def release(self) -> None:
         """Let hanging calls go on, and stop hanging."""
-        self._hang = False
-        self._released.set()
-        self.hanging.clear()
+        with self._lock:
+            self._released, self._hang = True, False
+            for call in self._held:
+                call.set()
+            self._held.clear()
+            self.hanging.clear()
+
+    def release_one(self) -> None:
+        """Let one hanging call go on; new calls do not hang, the other hanging calls stay."""
+        with self._lock:
+            self._hang = False
+            self._held.pop(0).set()
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         self._pass()
@@ -124,8 +139,7 @@ class FaultyBackend(Backend):
 
     def _pass(self) -> None:
         if self._hang:
-            self.hanging.set()
-            self._released.wait()
+            self._hold()
         if self.broken is not None:
             raise OSError(self.broken.errno, self.broken.strerror)
 
@@ -134,9 +148,17 @@ class FaultyBackend(Backend):
             self._number += 1
             fault = self.plan.choose(self._number, (*possible, BackendFault.HANG))
         if fault is BackendFault.HANG:
-            self.hanging.set()
-            self._released.wait()
+            self._hold()
         return fault
+
+    def _hold(self) -> None:
+        call = threading.Event()
+        with self._lock:
+            if self._released:
+                return
+            self._held.append(call)
+            self.hanging.set()
+        call.wait()
 
     def _write(self, row: BackendRow) -> OSError | None:
         fault = BackendFault.FULL if self.full else self._choose(WRITE_FAULTS)
