@@ -122,6 +122,29 @@ def test_what_is_computed_on_top_of_it_after_a_preemption_is_not_kept_either(lla
         assert engine.stats.loads > 0, "once vLLM's cache is cleared, all is as ever"
 
 
+def test_a_block_that_was_not_full_at_a_reset_is_not_kept(llama: Path) -> None:
+    """vLLM's cache is empty then, and has that block as soon as it is full."""
+    prompt = make_prompt(0, 20)
+    with vllm_engine(llama, {}) as engine:
+        engine.add("running", prompt, 40)
+        for _ in range(4):
+            engine.step()
+        swap_weights(engine, seed=1)
+        assert not engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+        (done,) = engine.run().values()
+        again = [*prompt, *done, *make_prompt(1, 10)]
+        assert engine.generate([again])[0].cached > 0, "vLLM's own, as without kvtier"
+        engine.forget()
+        rounds = []
+        for _ in range(2):
+            rounds.append(tokens_of(engine.generate([again])))
+            engine.forget()
+        assert engine.stats.loads == 1
+    with vllm_engine(llama) as plain:
+        swap_weights(plain, seed=1)
+        assert rounds == [tokens_of(plain.generate([again]))] * 2
+
+
 def reset_with_new_weights(engine: Engine, how: str) -> None:
     """Swap the weights and reset everything, as a trainer may: with running requests preempted, left alone,
     or ended.

@@ -104,7 +104,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counts = Counts()
         self._summary: Summary | None = None
         self._gpu_entries: Any = None
-        self._old_entries: Any = None  # entries that vLLM's own cache kept at a reset
+        self._old_entries: Any = None  # vLLM's own cache at a reset that did not clear it
         self._shown: set[str] = set()  # requests known to the core connector
         self._updated = False  # whether this step's output was processed
         self._output = KVConnectorOutput()  # of this worker's last step; vLLM takes it in three parts
@@ -271,9 +271,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(self._ended) or self._connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        """Empty every tier. vLLM has tried to clear its own cache before, but may have failed."""
-        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block
-        self._old_entries = entries if len(entries) else None
+        """Empty every tier.
+
+        vLLM has tried to clear its own cache before, but may have failed. A block that a running request has
+        not filled yet becomes an entry of that cache later.
+        """
+        blocks = self._kv_cache_manager.block_pool
+        entries = blocks.cached_block_hash_to_block
+        num_used = blocks.num_gpu_blocks - blocks.get_num_free_blocks()
+        self._old_entries = entries if len(entries) or num_used > 1 else None  # one is the null block
         return self._connector.reset_cache()
 
     def _may_hit_old_entries(self) -> bool:
