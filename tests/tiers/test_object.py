@@ -193,12 +193,28 @@ class TestServers:
         finally:
             server.close()
 
-    def test_a_probe_that_comes_back_longer_is_not_read(self) -> None:
-        """The client takes memory for as many bytes as the server says; without it the process aborts."""
+    @pytest.mark.parametrize(
+        "status", ["200 OK", f"206 Partial Content\r\nContent-Range: bytes 0-{(1 << 30) - 1}/{1 << 30}"]
+    )
+    def test_a_store_that_sends_more_than_was_asked_for_fails_its_probe(self, status: str) -> None:
+        """Reads fail there too. The client must not take memory for as many bytes as the server says."""
         dates = 'ETag: "1"\r\nLast-Modified: Mon, 02 Mar 2026 10:00:00 GMT\r\n'
-        server = ToldServer(f"HTTP/1.1 200 OK\r\nContent-Length: {1 << 30}\r\n{dates}\r\n".encode())
+        server = ToldServer(f"HTTP/1.1 {status}\r\nContent-Length: {1 << 30}\r\n{dates}\r\n".encode())
         try:
-            with pytest.raises(OSError, match=f"the probe came back with {1 << 30} bytes instead of"):
+            backend = open_backend(server.endpoint, timeout=5.0)
+            with pytest.raises(OSError, match="object store"):
+                backend.probe()
+            (answer,) = backend.read([empty(1)])
+            assert isinstance(answer, OSError)
+        finally:
+            server.close()
+
+    def test_a_probe_that_comes_back_shorter(self) -> None:
+        answer = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-2/3\r\nContent-Length: 3\r\n"
+        dates = b'ETag: "1"\r\nLast-Modified: Mon, 02 Mar 2026 10:00:00 GMT\r\n\r\n'
+        server = ToldServer(answer + dates + b"abc")
+        try:
+            with pytest.raises(OSError, match="the probe came back with 3 bytes instead of"):
                 open_backend(server.endpoint, timeout=5.0).probe()
         finally:
             server.close()

@@ -389,6 +389,17 @@ def test_rows_that_a_suspension_took_from_a_tier_are_offered_again(in_use: bool)
     assert back(tiered) == sorted(keys(0, 1))
 
 
+def test_rows_that_waited_are_submitted_some_at_a_time() -> None:
+    """A step would last as long as thousands of rows take, when a tier is back."""
+    tiered = Tiered(16_384)
+    away(tiered)
+    tiered.store(*range(4096))
+    tiered.tier.takes_rows = lambda: True  # type: ignore[method-assign]
+    tiered.poll()
+    assert sum(len(job.keys) for job in tiered.tier.demotions.values()) == 1024
+    assert len(back(tiered)) == 4096
+
+
 def test_after_a_reset_the_same_chunks_are_written_ahead_again() -> None:
     tiered = Tiered(4, "evict")
     for _ in range(2):

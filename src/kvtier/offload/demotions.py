@@ -35,6 +35,8 @@ _SHARE = 4
 _BYTES = 128 << 20
 """The most bytes submitted to a tier at a time: enough for a disk in a long step, less than its queue holds.
 """
+_ROWS = 1024
+"""The most rows submitted to a tier at a time: the scheduler's thread takes some microseconds for each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +82,8 @@ class Demotions:
         self._pool, self._piece_of = pool, piece_of
         self._seconds, self._clock = seconds, clock
         self.max_rows = max(1, pool.num_slots // _SHARE)
-        self._most_submitted = max(1, min(self.max_rows // max(1, len(tiers)), _BYTES // row_bytes))
+        share = self.max_rows // max(1, len(tiers))
+        self._most_submitted = max(1, min(share, _BYTES // row_bytes, _ROWS))
         self._queues = {tier.name: _TierQueue(tier) for tier in tiers}
         self._jobs: dict[int, _DemotionJob] = {}
         self._newest = 0

@@ -106,14 +106,12 @@ class ObjectBackend(Backend):
         name = self._name("probe")
         try:
             self._obstore.put(self._store, name, bytes(self._row_bytes), use_multipart=False)
-            found = self._obstore.get(self._store, name)
-            nbytes = found.meta["size"]
-            if nbytes <= self._row_bytes:
-                found.bytes()
+            found = self._fetch(name, self._row_bytes)
         except BaseException as error:
             raise self._translate(error) from None
-        if nbytes > self._row_bytes:  # the client would allocate memory for it, or abort the process
-            problem = f"the probe came back with {nbytes} bytes instead of {self._row_bytes}"
+        if len(found) != self._row_bytes:
+            came = f"more than {self._row_bytes}" if len(found) > self._row_bytes else len(found)
+            problem = f"the probe came back with {came} bytes instead of {self._row_bytes}"
             raise OSError(errno.EIO, f"object store {self.url}: {problem}")
 
     def close(self) -> None:
@@ -156,19 +154,25 @@ class ObjectBackend(Backend):
     def _read(self, row: BackendRow) -> bytes | None:
         nbytes = HEADER_BYTES + row.nbytes
         try:
-            # One byte more: only an object that is too long has it. A range read arrives in one call.
-            found = self._obstore.get_range(self._store, self._row_name(row), start=0, length=nbytes + 1)
+            value = self._fetch(self._row_name(row), nbytes)
         except FileNotFoundError:
             return None
-        except self._exceptions.BaseError as error:
-            if _status(error) == 416:  # an empty object has no range
-                return b""
-            raise
-        value = memoryview(found)
         if len(value) != nbytes:
             return b""
         copy_into(row.pieces, value[HEADER_BYTES:])
         return seal_in(value[:HEADER_BYTES], row)
+
+    def _fetch(self, name: str, nbytes: int) -> memoryview:
+        """Return an object; of one that is longer than `nbytes`, a byte more than that.
+
+        A range read arrives in one call, and no object makes the client allocate more than a row.
+        """
+        try:
+            return memoryview(self._obstore.get_range(self._store, name, start=0, length=nbytes + 1))
+        except self._exceptions.BaseError as error:
+            if _status(error) == 416:  # an empty object has no range
+                return memoryview(b"")
+            raise
 
     def _contains(self, row: BackendRow) -> bool:
         try:
