@@ -146,7 +146,7 @@ class SharedTierSuite(MovingSuite):
         driver.store(1, 2, 3)
         assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
 
-    # Who writes
+    # Writes
 
     def test_a_row_is_written_once(self, drivers: list[TierDriver], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shared_tier, "_LARGE_ROW", ROW_BYTES)
@@ -185,7 +185,7 @@ class SharedTierSuite(MovingSuite):
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
         assert driver.fetch(1) == {1: content(1, 1)}
 
-    # Whose bytes
+    # Namespaces
 
     @pytest.mark.parametrize("forge", ["seal", "bytes", "swapped", "short", "long"])
     def test_what_is_forged_is_a_miss(
