@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
 from tests.tiers.object_server import BUCKET, REGION, S3Server, need_object_store
-from tests.tiers.servers import ValkeyServer
+from tests.tiers.servers import ValkeyServer, send_signal
 
 __all__ = ["ServerKind", "serve_mooncake", "serve_mooncake_memory", "serve_objects", "serve_valkey"]
 
@@ -58,7 +58,7 @@ def serve_objects(_log: Path, stack: ExitStack) -> ServerKind:
         {"object": {"url": url, "endpoint": server.endpoint, "region": REGION, "allow_http": True}},
         server.start,
         server.stop,
-        lambda number: server.process.send_signal(number),
+        lambda number: send_signal(server.process, number),
         lambda: _num_rows(server.list_names("fleet")),
         {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"},
         server.forget,
@@ -74,7 +74,7 @@ def serve_mooncake(log: Path, stack: ExitStack) -> ServerKind:
         {"mooncake": {"master": server.address, "metadata": server.metadata}},
         server.start_master,
         server.stop_master,
-        lambda number: server.master.send_signal(number),
+        lambda number: send_signal(server.master, number),
         lambda: _num_rows(server.list_names()),
     )
 
@@ -88,6 +88,6 @@ def serve_mooncake_memory(log: Path, stack: ExitStack) -> ServerKind:
         {"mooncake": {"master": server.address, "metadata": server.metadata}},
         server.start_giver,
         server.stop_giver,
-        lambda number: server.giver.send_signal(number),
+        lambda number: send_signal(server.giver, number),
         lambda: _num_rows(server.list_names()),
     )

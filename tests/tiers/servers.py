@@ -15,9 +15,10 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 
@@ -33,6 +34,7 @@ __all__ = [
     "find_valkey",
     "free_port",
     "free_ports",
+    "send_signal",
 ]
 
 
@@ -71,6 +73,23 @@ def free_ports(count: int) -> list[int]:
     while len(ports) < count:
         ports[free_port()] = None
     return list(ports)
+
+
+def send_signal(process: subprocess.Popen[Any], number: int) -> None:
+    """Send a signal. After SIGSTOP no thread of the process runs: one could still answer for a moment."""
+    process.send_signal(number)
+    until = time.monotonic() + 60
+    while number == signal.SIGSTOP and process.poll() is None and not _is_stopped(process.pid):
+        assert time.monotonic() < until, "expected that all threads stop"
+        time.sleep(0.001)
+
+
+def _is_stopped(pid: int) -> bool:
+    states = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return set(states) <= set("TtZX")
 
 
 def find_valkey() -> str:
@@ -140,7 +159,7 @@ class ValkeyServer:
     def suspend(self) -> None:
         """Let it accept and never answer."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        send_signal(self._process, signal.SIGSTOP)
 
     def resume(self) -> None:
         assert self._process is not None

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
 from tests.tiers.object_server import ToldServer, http_answer
-from tests.tiers.servers import RealServerSuite
+from tests.tiers.servers import RealServerSuite, send_signal
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.testing.backend_suite import (
@@ -375,7 +375,7 @@ class TestServers:
         told = ToldServer(http_answer("404 Not Found"))
         config = MooncakeConfig(master=server.address, metadata=f"{told.endpoint}/metadata")
         assert server.master is not None
-        server.master.send_signal(signal.SIGSTOP)
+        send_signal(server.master, signal.SIGSTOP)
         try:
             with pytest.raises(OSError, match=r"its master at .* does not answer"):
                 MooncakeBackend(config, ROW_BYTES, timeout=0.5)
