@@ -466,7 +466,7 @@ def test_space_is_never_above_the_capacity(tmp_path: Path, monkeypatch: pytest.M
     assert 5 * ROW_BYTES < max(most) <= capacity(5)
 
 
-# What bad luck gets
+# When something fails (docs/tiers.md)
 
 
 def test_a_flipped_bit_anywhere_costs_one_row_at_most(tmp_path: Path) -> None:

@@ -564,6 +564,8 @@ def test_metrics_are_readable(client: Client) -> None:
     assert f'kvtier_index_worker_blocks{{{worker},tier="gpu"}} 2' in lines
     assert f'kvtier_index_source_state{{{worker},state="exact"}} 1' in lines
     assert 'kvtier_index_requests_total{path="/register",status="201"} 1' in lines
+    assert 'kvtier_index_request_seconds_bucket{path="/register",le="+Inf"} 1' in lines
+    assert 'kvtier_index_request_seconds_count{path="/register"} 1' in lines
     assert all(line.startswith("#") or float(line.rsplit(" ", 1)[1]) >= 0 for line in lines)
 
 
