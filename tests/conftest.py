@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+# Failures in the kit and in what tests share then show the values, as those in tests do.
+_FOLDERS = [f"tests.{path.name}" for path in Path(__file__).parent.iterdir() if path.is_dir()]
+pytest.register_assert_rewrite("kvtier.testing", *_FOLDERS)
 # Some virtual machines offer AMX and kill whoever uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # A background job ignores Ctrl-C, and so would the processes that tests start and interrupt.

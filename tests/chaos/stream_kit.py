@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 import zmq
+from tests.ports import free_port
 
 from kvtier.events import (
     AllBlocksCleared,
@@ -297,8 +298,8 @@ class LossyLink:
         self._in.connect(upstream)
         self._out = self._context.socket(zmq.PUB)
         self._out.sndhwm = 0
-        self._out.bind("tcp://127.0.0.1:*")
-        self.endpoint: str = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        self._out.bind(self.endpoint)
         self._delayed: deque[list[bytes]] = deque()
 
     def pump(self) -> None:

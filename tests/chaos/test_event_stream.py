@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.chaos.stream_kit import LossyLink, Message, ModelPublisher, ModelReplica, Workload
+from tests.ports import free_ports
 
 from kvtier.errors import OutsideError
 from kvtier.events import (
@@ -277,7 +278,8 @@ class Site:
             heartbeat_interval=HEARTBEAT,
             sequence_file=None if sequence_file is None else str(sequence_file),
         )
-        self.publisher = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", config=self.options)
+        live, replay = free_ports(2)
+        self.publisher = ZmqEventPublisher(0, f"tcp://*:{live}", f"tcp://*:{replay}", config=self.options)
         self.config = self.publisher.get_publisher_config()
         self.link = LossyLink(self.rng, self.publisher.endpoint)
         self.subscribers: list[tuple[Subscriber[DecodedBatch], ModelReplica]] = []

@@ -8,7 +8,6 @@ that the trouble a test is about did happen.
 from __future__ import annotations
 
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from tests.interop.dynamo import INSTALLED, DynamoIndexer
 from tests.interop.indexer import IndexerClient, Worker
 from tests.interop.lossy import LossyLink
 from tests.interop.traffic import BLOCK_SIZE, Block, Traffic, batch_of, stored
+from tests.ports import free_port, free_ports
 
 from kvtier.events import AllBlocksCleared, BlockRemoved, KVEventBatch, KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
@@ -31,12 +31,6 @@ ENCODINGS = pytest.mark.parametrize("encoding", ["map", "array"])
 RING = 8
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamoIndexer]:
     with DynamoIndexer(tmp_path_factory.mktemp("dynamo"), free_port()) as indexer:
@@ -44,8 +38,8 @@ def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamoIndexer]:
 
 
 @contextmanager
-def publisher(ports: tuple[int, int] | None = None, **settings: Any) -> Iterator[ZmqEventPublisher]:
-    live, replay = ports or (free_port(), free_port())
+def publisher(ports: list[int] | None = None, **settings: Any) -> Iterator[ZmqEventPublisher]:
+    live, replay = ports or free_ports(2)
     settings = {"heartbeat_interval": 0.05, "buffer_steps": 10_000} | settings
     one = ZmqEventPublisher(0, f"tcp://*:{live}", f"tcp://*:{replay}", config=KVEventsConfig(**settings))
     try:
@@ -173,7 +167,7 @@ def test_a_publisher_that_starts_again(
     dynamo: DynamoIndexer, encoding: str, has_file: bool, tmp_path: Path
 ) -> None:
     """The numbers go on, or go up by the clock; the first batch ends what the publisher before it held."""
-    ports, settings = (free_port(), free_port()), {"encoding": encoding}
+    ports, settings = free_ports(2), {"encoding": encoding}
     if has_file:
         settings["sequence_file"] = str(tmp_path / "seq")
     before, after = Traffic(seed=6), Traffic(seed=7)
@@ -208,7 +202,7 @@ def test_a_publisher_that_is_killed_and_starts_again(
     dynamo: DynamoIndexer, has_file: bool, tmp_path: Path
 ) -> None:
     """It could not say where it stopped: the next one goes on from a number that was certainly not used."""
-    ports, file = (free_port(), free_port()), str(tmp_path / "seq") if has_file else ""
+    ports, file = free_ports(2), str(tmp_path / "seq") if has_file else ""
     before, after = Traffic(seed=8), Traffic(seed=9)
     before.batches(40)
     command = [sys.executable, "-c", PUBLISH_UNTIL_KILLED, *map(str, ports), file, "8"]

@@ -8,8 +8,9 @@ from contextlib import ExitStack
 import pytest
 from tests.interop.dynamo import INSTALLED, DynamoIndexer
 from tests.interop.indexer import IndexerClient, Worker
-from tests.interop.test_dynamo import ENCODINGS, following, free_port, publish, publisher
+from tests.interop.test_dynamo import ENCODINGS, following, publish, publisher
 from tests.interop.traffic import Traffic
+from tests.ports import free_port
 
 from kvtier.index.server import IndexServer
 

@@ -10,8 +10,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from tests.ports import free_ports
 from tests.tiers.object_server import wait_for_port
-from tests.tiers.servers import free_ports
 
 from kvtier.tier_config import MooncakeConfig
 

@@ -20,7 +20,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
-from tests.tiers.servers import free_port
+from tests.ports import free_port
 
 BUCKET = "kvtier-test"
 REGION = "us-east-1"

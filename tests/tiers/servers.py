@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import random
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from tests.ports import free_port
 
 from kvtier.testing.shared_tier_suite import SharedTierSuite
 from kvtier.testing.tier_suite import TierDriver
@@ -32,8 +32,6 @@ __all__ = [
     "Relay",
     "ValkeyServer",
     "find_valkey",
-    "free_port",
-    "free_ports",
     "send_signal",
 ]
 
@@ -52,27 +50,6 @@ class RealServerSuite(SharedTierSuite):
         self, drivers: list[TierDriver], stranger: Backend, seed: int, rate: float
     ) -> None:
         super().test_random_calls_of_two_engines(drivers, stranger, seed, rate)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on, below those that the kernel gives to clients.
-
-    A client that asks for a dead server again and again would else get the server's own port some day.
-    """
-    numbers = random.SystemRandom()  # vLLM seeds the other: two runs of tests would choose the same ports
-    while True:
-        port = numbers.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def free_ports(count: int) -> list[int]:
-    """Return so many of them, none twice."""
-    ports: dict[int, None] = {}
-    while len(ports) < count:
-        ports[free_port()] = None
-    return list(ports)
 
 
 def send_signal(process: subprocess.Popen[Any], number: int) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiers.servers import ValkeyServer, free_port
+from tests.ports import free_port
+from tests.tiers.servers import ValkeyServer
 from tests.tiers.test_disk import opened
 
 from kvtier.cli import main

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.tiers.servers import free_port
+from tests.ports import free_port
 
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig
 from kvtier.errors import ConfigError, OutsideError

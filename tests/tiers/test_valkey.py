@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.tiers.servers import Certificates, RealServerSuite, Relay, ValkeyServer, find_valkey, free_port
+from tests.ports import free_port
+from tests.tiers.servers import Certificates, RealServerSuite, Relay, ValkeyServer, find_valkey
 
 from kvtier.errors import ConfigError
 from kvtier.testing import shared_tier_suite, tier_suite

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any, Self
 import msgspec
 import pytest
 import zmq
+from tests.ports import free_port, free_ports
 
 from kvtier.cli import main
 from kvtier.cli.event_check import AnnouncedBlocks
@@ -316,7 +316,7 @@ def test_record_cuts_a_torn_end_and_says_so(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_published_recording_is_a_stream_like_any_other(tmp_path: Path) -> None:
     """Also for who comes after its end, and also where the recorded publisher started again."""
-    file, ports = tmp_path / "stream", [free_port(), free_port()]
+    file, ports = tmp_path / "stream", free_ports(2)
     write_recording(file, batch(stored(1)), batch(stored(5)))
     with RecordingWriter(file) as writer:
         writer.write(RecordedBatch(2.0, 0, b""))
@@ -356,12 +356,6 @@ def test_check_takes_a_batch_without_a_rank_for_one_of_rank_0() -> None:
     assert (announced.blocks, announced.removed_unheld) == (1, 0)
     announced.apply(DecodedBatch(1.0, [AllBlocksCleared()], 0))
     assert announced.blocks == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # -- check -----------------------------------------------------------------------------------------

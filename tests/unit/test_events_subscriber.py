@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import zmq
 from tests.chaos.stream_kit import ModelReplica, stored
+from tests.ports import free_ports
 
 from kvtier.errors import InputError
 from kvtier.events import (
@@ -72,7 +73,9 @@ def holds(subscriber: Subscriber[Any], name: str, blocks: int) -> Callable[[], b
 
 @pytest.fixture
 def publisher() -> Iterator[ZmqEventPublisher]:
-    made = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", config=KVEventsConfig(heartbeat_interval=0.1))
+    live, replay = free_ports(2)  # one test takes them again
+    config = KVEventsConfig(heartbeat_interval=0.1)
+    made = ZmqEventPublisher(0, f"tcp://*:{live}", f"tcp://*:{replay}", config=config)
     yield made
     made.shutdown()
 

@@ -6,6 +6,7 @@ vLLM is imported when an engine is made, not before: without vLLM the tests are 
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.vllm.device import engine_options
 from tests.vllm.models import VOCAB
 
@@ -187,6 +189,8 @@ def make_llm(model: Path | str, num_blocks: int, transfer: dict[str, Any] | None
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    # From here on vLLM looks for ports that nobody listens on, and listens on them later.
+    os.environ["VLLM_PORT"] = str(free_port())
     gc.freeze()  # vLLM collects garbage nine times an engine, and what was imported is never garbage
     if transfer is not None:
         options["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -208,6 +212,7 @@ def vllm_engine(
     With `beside`, kvtier is the first child of a `MultiConnector` and these are the others.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     transfer = None if kvtier is None else as_connector(kvtier, connector)
     if transfer is not None and beside is not None:
@@ -216,12 +221,15 @@ def vllm_engine(
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": [transfer, *beside]},
         }
-    llm = make_llm(model, num_blocks, transfer, **({"disable_log_stats": False, "seed": 0} | options))
-    engine = Engine(llm)
+    engine: Engine | None = None
     try:
+        llm = make_llm(model, num_blocks, transfer, **({"disable_log_stats": False, "seed": 0} | options))
+        engine = Engine(llm)
         yield engine
         engine.settle()
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm, engine
+        if engine is not None:
+            engine.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()  # one that was made and did not start has a connector, too
+        llm = engine = None
         cleanup_dist_env_and_memory()

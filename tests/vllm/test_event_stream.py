@@ -4,7 +4,6 @@ decoder.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from tests.ports import free_ports
 from tests.vllm.engines import Engine, make_prompt, vllm_engine
 from tests.vllm.test_events import Listener
 
@@ -19,11 +19,6 @@ from kvtier.events import Source, State, Subscriber
 from kvtier.index import PrefixIndex
 
 WORKER = "vllm"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Follower:
@@ -87,7 +82,7 @@ def test_an_index_holds_what_gpu_and_cpu_tier_hold(llama: Path) -> None:
     """After evictions on both tiers, after a reset of the GPU alone, and after one of everything."""
     from vllm.config import KVEventsConfig
 
-    live, replay = free_port(), free_port()
+    live, replay = free_ports(2)
     config = KVEventsConfig(
         enable_kv_cache_events=True,
         publisher="zmq",

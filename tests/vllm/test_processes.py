@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import free_ports
 from tests.tiers.servers import ValkeyServer
 from tests.vllm.conftest import Reference
 from tests.vllm.device import skip_without_devices
@@ -38,7 +39,12 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
     """
     # Faults are in tests.vllm.
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
+    first_port = str(free_ports(16)[0])  # of those it looks for one after the other
+    env = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_PORT": first_port,
+        "PYTHONPATH": paths,
+    }
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([sys.executable, *command], env=env, process_group=0, **options) as process:
         try:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from tests.tiers.servers import free_port
+from tests.ports import free_port
 from tests.vllm.conftest import Reference
 from tests.vllm.device import engine_options
 from tests.vllm.disks import PROBE, disk_tier, wait_open, wait_rows

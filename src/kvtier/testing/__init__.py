@@ -8,6 +8,8 @@ handlers, tier or backend, and every promise of the contract is tested:
     class TestMine(PolicySuite):
         def make(self, capacity):
             return MyPolicy(capacity)
+
+With `pytest.register_assert_rewrite("kvtier.testing")` in your `conftest.py`, failures show values.
 """
 
 from __future__ import annotations
