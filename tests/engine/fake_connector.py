@@ -190,7 +190,7 @@ class FakeConnector:
     def wait_for_transfers(self, timeout: float) -> None:
         self.log.append(("wait", ""))
 
-    def take_output(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+    def take_output(self) -> KVConnectorOutput:
         recving = self._end(lambda transfer: transfer.due <= self.now)
         busy = {transfer.req_id for transfer in self._transfers}
         sending, self._held = self._held - busy, self._held & busy

@@ -142,13 +142,13 @@ class RankedWorkers:
         busy = [worker.wait_for_transfers(min(timeout, 0.002)) for worker in self.workers]
         return any(busy)
 
-    def take_output(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+    def take_output(self) -> KVConnectorOutput:
         outputs = []
         for worker in self.workers:
             if self.wire.random.random() < self.wire.stutter:
                 outputs.append(KVConnectorOutput())
                 continue
-            outputs.append(worker.take_output(finished_req_ids))
+            outputs.append(worker.take_output())
         together = KVConnectorOutput()
         for arrived in self.wire.send(outputs):
             merged = self._aggregator.aggregate(arrived)

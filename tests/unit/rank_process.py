@@ -46,7 +46,7 @@ class Rank:
         worker.start_load_kv()
         worker.wait_for_save()
         worker.wait_for_transfers(10.0)
-        output = worker.take_output(set())
+        output = worker.take_output()
         worker.clear_connector_metadata()
         return output
 

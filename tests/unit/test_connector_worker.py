@@ -333,7 +333,7 @@ def test_a_step_that_is_run_again_starts_no_job_twice(config: OffloadingConfig, 
         rank.worker.start_load_kv()
         rank.worker.wait_for_save()
     assert rank.worker.get_finished(set()) == (set(), set())
-    assert rank.worker.take_output(set()) == KVConnectorOutput()
+    assert rank.worker.take_output() == KVConnectorOutput()
     released.set()
     rank.worker.clear_connector_metadata()
     output = rank.step(OffloadingConnectorMetadata())
@@ -404,7 +404,7 @@ def test_a_request_that_was_named_is_not_in_the_rest_of_the_output(config: Offlo
     )
     rank.worker.start_load_kv()
     assert rank.worker.get_finished(set()) == (set(), {"a"})
-    rest = rank.worker.take_output(set())
+    rest = rank.worker.take_output()
     assert (rest.finished_recving, rest.failed_recving, rest.invalid_block_ids) == (set(), {"a"}, {5})
     assert [report.result.job_id for report in rest.reports] == [7]
     rank.worker.clear_connector_metadata()

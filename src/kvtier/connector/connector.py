@@ -200,7 +200,7 @@ class OffloadingConnector:
         """Start this step's stores, after the forward pass. Despite its name it does not wait."""
         self._worker.start_store_kv(self._bound())
 
-    def take_output(self, finished_req_ids: set[ReqId]) -> KVConnectorOutput:
+    def take_output(self) -> KVConnectorOutput:
         """Take everything that this worker tells after a step."""
         return self._worker.take_output()
 

@@ -343,7 +343,7 @@ class Engine:
         else:
             self._begin_stores()
             self._idle()
-        self._end_transfers(step)
+        self._end_transfers()
         self._take_tokens(step.slices, tokens)
         self._publish()
 
@@ -390,11 +390,11 @@ class Engine:
         )
         self.speculation.run(request_slice, layers, arrives)
 
-    def _end_transfers(self, step: Step) -> None:
+    def _end_transfers(self) -> None:
         """Take the workers' output and complete the transfers that are over."""
         if self.connector is None or self.worker is None:
             return
-        output = self.worker.take_output(step.view.finished_req_ids)
+        output = self.worker.take_output()
         self.worker.clear_connector_metadata()
         self.connector.update_connector_output(output)
         if output.invalid_block_ids:

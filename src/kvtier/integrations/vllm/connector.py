@@ -386,7 +386,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the requests whose load is over and, with several groups, those whose load failed."""
         if self._connector_metadata is not None and self._connector_metadata.idle:
             self._connector.wait_for_transfers(_IDLE_SECONDS)
-        self._output = self._connector.take_output(finished_req_ids)
+        self._output = self._connector.take_output()
         return KVConnectorTransferResults(
             finished_recving=self._output.finished_recving,
             failed_recving=self._output.failed_recving if len(self._groups) > 1 else set(),
