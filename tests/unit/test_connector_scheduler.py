@@ -596,6 +596,22 @@ def test_an_unaligned_local_hit_is_refused() -> None:
         host.scheduler.update_state_after_alloc(request, ([1, 2, 3, 4, 5, 6],), 21)
 
 
+def test_a_host_that_takes_more_tokens_than_were_offered_has_a_failed_load() -> None:
+    """With the last block, which no chunk covers: the load was ordered, and its end raised in every step."""
+    host = make_host()
+    prompt = list(range(10))
+    host.cache(Request("a", prompt))
+    request, blocks = Request("b", prompt), host.blocks(3)
+    assert host.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
+    host.scheduler.update_state_after_alloc(request, blocks, 10)
+    meta = host.idle()
+    assert not meta.reqs_to_load
+    ((job_id, order),) = meta.jobs_to_end.items()
+    assert order.block_ids == tuple(blocks[0])
+    host.refuse(job_id)
+    assert host.scheduler.manager.stats().ready == 2, "no fault of the chunks"
+
+
 def test_explanations_name_eviction() -> None:
     host = make_host(num_slots=6)
     host.cache(Request("a", PROMPT))

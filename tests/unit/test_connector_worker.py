@@ -6,7 +6,9 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.unit.connector_kit import Request, make_config
@@ -377,7 +379,14 @@ def test_failed_blocks_that_a_job_does_not_have_are_all_of_its_blocks(config: Of
 
 
 @pytest.mark.parametrize(
-    "result", [TransferResult(7, False, failed_blocks=()), TransferResult(7, True, failed_blocks=(0,))]
+    "result",
+    [
+        TransferResult(7, False, failed_blocks=()),
+        TransferResult(7, True, failed_blocks=(0,)),
+        TransferResult(7, True, failed_blocks=np.array([0, 1])),
+        TransferResult(7, False, failed_blocks=(0.5,)),
+        TransferResult(7, False, failed_blocks=1),
+    ],
 )
 def test_a_result_that_contradicts_itself_is_a_failure_of_all_blocks(
     config: OffloadingConfig, result: TransferResult
@@ -393,6 +402,23 @@ def test_a_result_that_contradicts_itself_is_a_failure_of_all_blocks(
         output = rank.step(OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 7}))
     assert (output.failed_recving, output.invalid_block_ids) == ({"a"}, {5, 6})
     assert output.reports[0].result == result._replace(success=False, failed_blocks=None)
+    rank.close()
+
+
+@pytest.mark.parametrize("results", [None, [None], [TransferResult([7], True)]])
+def test_what_is_no_result_is_lost_and_costs_no_step(config: OffloadingConfig, results: Any) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    handler = rank.worker.connector_worker._handlers["CPU", "GPU"]
+    spec = (CPULoadStoreSpec([0]), GPULoadStoreSpec([5]))
+    good = TransferResult(7, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "transfer_async", lambda job_id, spec: True)
+        patch.setattr(handler, "get_finished", lambda: results)
+        meta = OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 7})
+        assert rank.step(meta) == KVConnectorOutput()
+        patch.setattr(handler, "get_finished", lambda: [None, good])
+        assert [report.result for report in rank.step(OffloadingConnectorMetadata()).reports] == [good]
     rank.close()
 
 

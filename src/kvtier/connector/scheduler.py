@@ -196,7 +196,10 @@ class OffloadingConnectorScheduler:
         job = plan_load(self.spec.config, state, end, self._load_decision.patience(state, end))
         if self._promotion is not None:
             job.promoted_tokens = self._promotion.tokens_by_tier(state, end)
+        keyed = min(group.num_keyed for group in state.groups)
         try:
+            if end > keyed:
+                raise InputError(f"tokens: expected at most {keyed}, as offered, got {end}")
             job.pool_end = self.manager.prepare_load(job.keys, state.context)
         except InputError as error:  # a reset has come since the ask, or the length differs
             logger.warning("request %s: its load has failed before it began: %s", job.req_id, error)

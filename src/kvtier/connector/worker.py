@@ -285,7 +285,7 @@ class OffloadingConnectorWorker:
         results, self._refused = self._refused, []
         for handler in set(self._handlers.values()):
             try:
-                results += handler.get_finished()
+                results += filter(_is_result, handler.get_finished())
             except Exception:  # as above; the lost results are asked for again (`jobs_to_end`)
                 logger.exception("a handler could not say which jobs are over")
         for result in results:
@@ -313,14 +313,23 @@ def _missing_blocks(load: _Running, result: TransferResult) -> list[int]:
     return ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
 
 
+def _is_result(result: object) -> bool:
+    """Say whether a handler's result names a job. One that does not is lost."""
+    is_result = isinstance(result, TransferResult) and isinstance(result.job_id, int)
+    if not is_result:
+        logger.error("a handler's result: expected a TransferResult with the id of its job, got %r", result)
+    return is_result
+
+
 def _checked(result: TransferResult, num_blocks: int) -> TransferResult:
     """Return a result, as a failure of all blocks if it contradicts itself or names blocks that it lacks."""
     blocks = result.failed_blocks
-    if result.success:
-        is_right = not blocks
-    else:
-        is_right = blocks is None or (len(blocks) > 0 and all(0 <= at < num_blocks for at in blocks))
-    return result if is_right else result._replace(success=False, failed_blocks=None)
+    if blocks is None:
+        return result
+    is_right = isinstance(blocks, tuple) and bool(blocks) is not bool(result.success)
+    if is_right and all(isinstance(at, int) and 0 <= at < num_blocks for at in blocks):
+        return result
+    return result._replace(success=False, failed_blocks=None)
 
 
 def _gpu_end(spec: TransferSpec) -> GPULoadStoreSpec:
