@@ -110,14 +110,22 @@ def failed(*keys: OffloadKey, failed: set[int], corrupt: bool = False) -> LoadJo
 
 def test_a_chunk_is_blamed_when_it_fails_twice_in_a_row() -> None:
     failures = LoadFailures()
-    assert failures.blame(failed(A, B, failed={0})) == []
-    assert failures.blame(failed(A, B, failed={0, 1})) == [A]
-    assert failures.blame(failed(A, failed={0})) == [], "it was blamed, and may be stored anew"
-    assert failures.blame(failed(A, B, failed=set())) == []
-    assert failures.blame(failed(A, B, failed={0, 1})) == [], "both had arrived in between"
+    assert failures.blame(failed(A, B, failed={0})) == ([], [])
+    assert failures.blame(failed(A, B, failed={0, 1})) == ([], [A])
+    assert failures.blame(failed(A, failed={0})) == ([], []), "it was blamed, and may be stored anew"
+    assert failures.blame(failed(A, B, failed=set())) == ([], [])
+    assert failures.blame(failed(A, B, failed={0, 1})) == ([], []), "both had arrived in between"
     failures.clear()
-    assert failures.blame(failed(A, failed={0})) == []
+    assert failures.blame(failed(A, failed={0})) == ([], [])
 
 
 def test_wrong_bytes_are_blamed_at_once() -> None:
-    assert LoadFailures().blame(failed(A, B, failed={1}, corrupt=True)) == [B]
+    assert LoadFailures().blame(failed(A, B, failed={1}, corrupt=True)) == ([B], [])
+
+
+def test_a_chunk_that_fails_beside_wrong_bytes_has_none_itself() -> None:
+    failures = LoadFailures()
+    failures.blame(failed(A, B, failed={0, 1}))
+    job = failed(A, B, failed={0, 1})
+    job.corrupt = {1}
+    assert failures.blame(job) == ([B], [A])

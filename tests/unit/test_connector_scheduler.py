@@ -596,14 +596,19 @@ def test_an_unaligned_local_hit_is_refused() -> None:
         host.scheduler.update_state_after_alloc(request, ([1, 2, 3, 4, 5, 6],), 21)
 
 
-def test_a_host_that_takes_more_tokens_than_were_offered_has_a_failed_load() -> None:
-    """With the last block, which no chunk covers: the load was ordered, and its end raised in every step."""
+@pytest.mark.parametrize(("tokens", "num_blocks"), [(10, 3), (8, 1), (8, 0)])
+def test_a_host_that_does_not_allocate_for_all_offered_tokens_has_a_failed_load(
+    tokens: int, num_blocks: int
+) -> None:
+    """With the last block, which no chunk covers, the load was ordered, and its end raised; the request then
+    waited for ever.
+    """
     host = make_host()
     prompt = list(range(10))
     host.cache(Request("a", prompt))
-    request, blocks = Request("b", prompt), host.blocks(3)
+    request, blocks = Request("b", prompt), host.blocks(num_blocks)
     assert host.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
-    host.scheduler.update_state_after_alloc(request, blocks, 10)
+    host.scheduler.update_state_after_alloc(request, blocks, tokens)
     meta = host.idle()
     assert not meta.reqs_to_load
     ((job_id, order),) = meta.jobs_to_end.items()

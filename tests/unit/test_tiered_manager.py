@@ -261,6 +261,17 @@ def test_wrong_bytes_in_memory_are_dropped_below_too_and_not_the_other_way_round
     tiered.manager.check()
 
 
+def test_loads_that_fail_say_nothing_against_the_rows_below() -> None:
+    """A slow bus had two loads end late, and the good rows of their chunks were deleted from the disk."""
+    tiered = Tiered()
+    tiered.store(1)
+    tiered.tier.held = set(keys(1))
+    tiered.manager.discard(keys(1), MissReason.IO_FAILED)
+    assert tiered.ready(1) == [False]
+    assert tiered.tier.held == set(keys(1))
+    tiered.manager.check()
+
+
 def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
     """Guards against a request that waits for a row which another job brings by now."""
     tiered = Tiered()

@@ -17,9 +17,10 @@ from tests.vllm.device import on_gpu, skip_without_devices
 from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
 from tests.vllm.models import save_mla_config
 
-from kvtier.connector import ConnectorRole, ConnectorStats
+from kvtier.connector import ConnectorRole, ConnectorStats, KVConnectorOutput, TransferReport
 from kvtier.errors import ConfigError, InputError
 from kvtier.integrations.summary import INTERVAL, Summary
+from kvtier.offload import TransferResult
 from kvtier.testing.caches import ManualClock
 
 LEFT_ALONE = {
@@ -88,6 +89,23 @@ def test_fields_that_are_read_are_there() -> None:
     assert isinstance(Request.num_tokens, property)
     for ours in (AllBlocksCleared, BlockRemoved, BlockStored):
         assert getattr(kv_events, ours.__name__).__struct_fields__ == ours.__struct_fields__
+
+
+def test_what_vllm_has_not_taken_of_an_output_is_kept(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its failed blocks, a load that vLLM was told of would count as good."""
+    report = TransferReport(0, TransferResult(1, success=False))
+    outputs = iter(
+        [KVConnectorOutput(set(), {"r"}, {7}, reports=[report], failed_recving={"r"}), KVConnectorOutput()]
+    )
+    monkeypatch.setattr(engine.worker._connector, "take_output", lambda: next(outputs))
+    assert engine.worker.get_finished(set()) == (set(), {"r"})
+    assert engine.worker.get_transfer_results(set()).finished_recving == set()
+    assert engine.worker.get_block_ids_with_load_errors() == {7}
+    assert engine.worker.build_connector_worker_meta().reports == [report]
+    assert engine.worker.build_connector_worker_meta() is None
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("version", ["0.31.3", "0.33.0", "1.0", "dev"])

@@ -29,6 +29,7 @@ __all__ = [
     "PlannedJob",
     "RunningJobs",
     "StoreJob",
+    "expect_loadable",
     "plan_load",
     "plan_store",
     "reordered",
@@ -212,6 +213,17 @@ class _GPUEnd:
         return sum(size * config.bytes_of_all_ranks(group) for group, size in enumerate(self._sizes))
 
 
+def expect_loadable(state: RequestState, end: int) -> None:
+    """Raise `InputError` if the request lacks keys or blocks for a load up to `end`."""
+    for group in state.groups:
+        room = len(group.block_ids) * group.geometry.block_size
+        if end > min(room, group.num_keyed):
+            raise InputError(
+                f"external tokens: expected those offered, and blocks for them, got tokens up to {end}, "
+                f"keys up to {group.num_keyed} and blocks up to {room}"
+            )
+
+
 def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience: float) -> LoadJob:
     """Plan the load of `[state.local, end)` into the blocks that the request holds."""
     gpu_end = _GPUEnd(len(state.groups))
@@ -247,7 +259,7 @@ def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
     if local % size:
         raise InputError(f"num_computed_tokens: expected a multiple of the block size ({size}), got {local}")
     first, last = group.geometry.first_needed(local, end) // size, -(-end // size)
-    while first < last and group.block_ids[first] == NULL_BLOCK:
+    while first < min(last, len(group.block_ids)) and group.block_ids[first] == NULL_BLOCK:
         first += 1
     return first, last
 
@@ -420,26 +432,23 @@ class LoadFailures:
     def __init__(self) -> None:
         self._counts: Counter[OffloadKey] = Counter()
 
-    def blame(self, job: LoadJob) -> list[OffloadKey]:
-        """Note the end of a load, and return the chunks that should not be loaded again."""
+    def blame(self, job: LoadJob) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Note the end of a load, and return the chunks that should not be loaded again.
+
+        First those whose bytes are wrong, then those whose loads fail in a row.
+        """
         if self._counts:
             for index in job.arrived():
                 self._counts.pop(job.keys[index], None)
-        guilty = [
-            job.keys[index]
-            for index in job.failed
-            if self._is_to_blame(job.keys[index], index in job.corrupt)
-        ]
+        corrupt = [job.keys[index] for index in job.corrupt]
+        failed = [job.keys[index] for index in job.failed if index not in job.corrupt]
+        self._counts.update(failed)
+        failing = [key for key in failed if self._counts[key] >= _FAILURES_TO_BLAME]
+        for key in (*corrupt, *failing):
+            self._counts.pop(key, None)
         if len(self._counts) > _MAX_COUNTED:
             self._counts.clear()
-        return guilty
-
-    def _is_to_blame(self, key: OffloadKey, is_corrupt: bool) -> bool:
-        self._counts[key] += 1
-        is_guilty = is_corrupt or self._counts[key] >= _FAILURES_TO_BLAME
-        if is_guilty:
-            del self._counts[key]
-        return is_guilty
+        return corrupt, failing
 
     def clear(self) -> None:
         """Forget all failures."""

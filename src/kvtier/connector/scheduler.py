@@ -33,6 +33,7 @@ from kvtier.connector.jobs import (
     LoadJob,
     RunningJobs,
     StoreJob,
+    expect_loadable,
     plan_load,
     plan_store,
     reordered,
@@ -196,10 +197,8 @@ class OffloadingConnectorScheduler:
         job = plan_load(self.spec.config, state, end, self._load_decision.patience(state, end))
         if self._promotion is not None:
             job.promoted_tokens = self._promotion.tokens_by_tier(state, end)
-        keyed = min(group.num_keyed for group in state.groups)
         try:
-            if end > keyed:
-                raise InputError(f"tokens: expected at most {keyed}, as offered, got {end}")
+            expect_loadable(state, end)
             job.pool_end = self.manager.prepare_load(job.keys, state.context)
         except InputError as error:  # a reset has come since the ask, or the length differs
             logger.warning("request %s: its load has failed before it began: %s", job.req_id, error)
@@ -449,12 +448,14 @@ class OffloadingConnectorScheduler:
         was_ended = job.void or (
             not job.expired and job.started + job.patience < min(now, job.started + job.deadline)
         )
-        if not was_ended and (
-            guilty := self._load_failures.blame(job)
-        ):  # a load that was ended early is no fault of its chunks
-            self.manager.discard(guilty, MissReason.FAILED if job.corrupt else MissReason.IO_FAILED)
         state = job.request
         state.load_job = None
+        if not was_ended:  # a load that was ended early is no fault of its chunks
+            corrupt, failing = self._load_failures.blame(job)
+            if corrupt:
+                self.manager.discard(corrupt, MissReason.FAILED)
+            if failing:
+                self.manager.discard(failing, MissReason.IO_FAILED)
         if state.finished:
             return
         self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute, now - job.started))

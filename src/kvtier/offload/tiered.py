@@ -182,16 +182,16 @@ class TieredOffloadingManager(OffloadingManager):
                 self._demotions.offer(tier, ready)
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
-        """Make chunks absent whose bytes are wrong.
+        """Make chunks absent whose bytes are wrong, or whose transfers fail (`IO_FAILED`).
 
-        A chunk that was ready may have been written to tiers, so the tiers discard it too. They also discard
-        a chunk that is on its way from them. A chunk that is being stored has not come from a tier, so the
-        tiers keep theirs.
+        A chunk with wrong bytes that was ready may have been written to tiers, so the tiers discard it too.
+        They also discard a chunk that is on its way from them. A chunk that is being stored has not come
+        from a tier, so the tiers keep theirs. A transfer that failed says nothing against the rows below.
         """
         keys = list(keys)
         wrong = [key for key in keys if self.pool.lookup(key, NO_REQUEST)] + self.promotions.drop(keys)
         self.pool.discard(keys, reason)
-        if wrong:
+        if wrong and reason is MissReason.FAILED:
             for tier in self.tiers:
                 tier.discard(wrong)
 

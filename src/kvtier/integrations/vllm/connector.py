@@ -386,7 +386,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the requests whose load is over and, with several groups, those whose load failed."""
         if self._connector_metadata is not None and self._connector_metadata.idle:
             self._connector.wait_for_transfers(_IDLE_SECONDS)
-        self._output = self._connector.take_output()
+        left, self._output = self._output, self._connector.take_output()
+        self._output.invalid_block_ids |= left.invalid_block_ids  # empty, if vLLM has taken them
+        self._output.reports[:0] = left.reports
         return KVConnectorTransferResults(
             finished_recving=self._output.finished_recving,
             failed_recving=self._output.failed_recving if len(self._groups) > 1 else set(),
