@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +18,7 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.config import KVTierConfig
-from kvtier.demo import DemoSettings, RequestResult, RunResult, Workload, restart
+from kvtier.demo import DemoSettings, RequestResult, RunResult, Workload, killed, restart
 from kvtier.demo import run as demo_run
 from kvtier.demo.models import QUICK_MODEL
 from kvtier.engine import ModelConfig, random_weights, save_model
@@ -141,17 +143,32 @@ def small_settings(folder: Path) -> DemoSettings:
     )
 
 
-def kill_children() -> None:
-    for child in multiprocessing.active_children():
-        child.kill()
+class LastWords:
+    """A connection of a process that ends when it has a first answer to tell, as SIGKILL has it."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def send(self, message: object) -> None:
+        if isinstance(message, killed.Answered):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._connection.send(message)
+
+
+def serve_until_it_ends(connection: Connection[Any, Any], orders: killed.Orders) -> None:
+    killed.serve_until_killed(LastWords(connection), orders)  # type: ignore[arg-type]
 
 
 def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_a_process_that_ends_by_itself_costs_its_run_only(here: Path) -> None:
-    watcher = Interfering("computed", kill_children)
+def test_a_process_that_ends_by_itself_costs_its_run_only(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so in the middle: a kill from here may come when it has told all it had to."""
+    monkeypatch.setattr(restart, "serve_until_killed", serve_until_it_ends)
+    watcher = Interfering("nothing", interrupt)
     result = demo_run.run_demo(small_settings(here), watcher)
     assert result.identical
     assert result.restart is None
