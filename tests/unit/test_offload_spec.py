@@ -18,8 +18,7 @@ import torch
 from tests.unit.tier_kit import HandTier
 
 import kvtier.offload
-import kvtier.rendezvous
-from kvtier.config import DiskConfig, MooncakeConfig
+from kvtier.config import DiskConfig, MooncakeConfig, OffloadingConfig
 from kvtier.errors import ConfigError, LayoutError, OutsideError, PoolError
 from kvtier.keys import make_offload_key
 from kvtier.memory_limits import MemoryBound
@@ -34,6 +33,7 @@ from kvtier.offload import (
     ReqContext,
 )
 from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.rendezvous import default_directory, path_of
 from kvtier.testing.caches import ManualClock, make_caches, make_config
 from kvtier.transfer.host import HostHandler
 from kvtier.transfer.layout import canonicalize
@@ -75,7 +75,7 @@ def test_the_manager_has_the_pool_s_slots_and_is_one() -> None:
 
 def test_with_a_capacity_of_zero_there_is_no_pool(caplog: pytest.LogCaptureFixture) -> None:
     caches = make_caches("kv_first")
-    config = make_config(caches, num_slots=0, world_size=2)
+    config = make_config(caches, num_slots=0, world_size=2, engine_id=uuid4().hex)
     spec = CPUOffloadingSpec(config)
     with caplog.at_level("INFO", logger="kvtier"):
         manager = spec.get_manager()
@@ -84,7 +84,7 @@ def test_with_a_capacity_of_zero_there_is_no_pool(caplog: pytest.LogCaptureFixtu
         "cpu.capacity is 0: nothing is stored and nothing is loaded"
     ]
     assert list(spec.get_handlers(canonicalize(caches.layers, caches.groups))) == []
-    assert not list(kvtier.rendezvous.default_directory().glob("kvtier-test.pool"))
+    assert not named_file(config).exists()
     keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(3)]
     assert manager.prepare_store(keys, ReqContext()) is None
     assert manager.lookup_prefix(keys, ReqContext()) == 0
@@ -150,15 +150,21 @@ def test_deadlines_are_those_of_the_settings() -> None:
     spec.shutdown()
 
 
+def named_file(config: OffloadingConfig) -> Path:
+    """Return where the processes of an engine meet. The name is no other run's, if its engine_id is not."""
+    return path_of(config.engine_id, default_directory())
+
+
 def test_workers_of_one_engine_meet_in_one_pool() -> None:
     """Each rank stores its own image; the row holds them side by side."""
     caches = [make_caches("blocks_first", seed=rank) for rank in range(2)]
-    specs = [CPUOffloadingSpec(make_config(caches[rank], world_size=2, rank=rank)) for rank in range(2)]
+    config = make_config(caches[0], world_size=2, engine_id=uuid4().hex)
+    specs = [CPUOffloadingSpec(replace(config, rank=rank)) for rank in range(2)]
     handlers = [
         list(spec.get_handlers(canonicalize(cache.layers, cache.groups)))
         for spec, cache in zip(specs, caches, strict=True)
     ]
-    assert not list(kvtier.rendezvous.default_directory().glob("kvtier-test.pool"))
+    assert not named_file(config).exists()
     for (_, _, store), _ in handlers:
         assert store.transfer_async(0, (GPULoadStoreSpec([7]), CPULoadStoreSpec([2])))
         assert store.wait({0}, PATIENCE)
