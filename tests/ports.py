@@ -1,7 +1,7 @@
 """Ports for servers that tests start: no other process is given them before the server listens.
 
 They are below the ports that the kernel gives to clients and to whoever asks for any port. Two runs of tests
-at once have no port in common.
+at once have no port in common. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 
-__all__ = ["free_port", "free_ports", "port_range"]
+__all__ = ["free_port", "free_ports"]
 
 _FIRST, _COUNT, _RANGES = 20_000, 400, 30
+_claims: list[socket.socket] = []
 
 
 def free_port() -> int:
@@ -33,8 +34,8 @@ def free_ports(count: int) -> list[int]:
 
 
 @cache
-def port_range() -> range:
-    """Return the ports that are this process's until it ends."""
+def _cycle() -> Iterator[int]:
+    """Claim a range of ports until this process ends, and give them in turns."""
     starts = [_FIRST + number * _COUNT for number in range(_RANGES)]
     random.SystemRandom().shuffle(starts)  # vLLM seeds the other
     for start in starts:
@@ -45,13 +46,5 @@ def port_range() -> range:
             claim.close()
         else:
             _claims.append(claim)
-            return range(start, start + _COUNT)
+            return itertools.cycle(range(start, start + _COUNT))
     raise AssertionError(f"expected at most {_RANGES} runs of tests at once on this machine")
-
-
-_claims: list[socket.socket] = []
-
-
-@cache
-def _cycle() -> Iterator[int]:
-    return itertools.cycle(port_range())

@@ -130,11 +130,8 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_a_bad_setting_stops_the_start_in_one_line(
     llama: Path, settings: dict[str, object], message: str
 ) -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     with pytest.raises(InputError, match=message), vllm_engine(llama, settings):
         pass
-    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ class OffloadingManager(ABC):
         return
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
-        """Make chunks absent from now on, e.g. because their bytes are wrong.
+        """Make chunks absent from now on: their bytes are wrong (`FAILED`), or their transfers fail.
 
         They may be stored again at once. A place that a job still uses is freed when that job completes.
         """
