@@ -251,9 +251,9 @@ class OffloadingConfig:
     bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
     replicas: int = setting(at_least(1), 1)
     number_format: str = setting(read_text, "")
-    """The format of the values in the caches, as torch names it; if it is empty, rows are not audited."""
+    """The format of the values in the caches, as torch names it; it may be empty without audits."""
     audit_tolerance: float = setting(read_number, 0.0)
-    """The largest distance of rows of the same KV (`transfer.compare.tolerance`)."""
+    """The largest distance of rows of the same KV (`transfer.compare.tolerance`); 0: no audits."""
 
     def __post_init__(self) -> None:
         read_fields(self)
@@ -336,7 +336,7 @@ class OffloadingConfig:
     @property
     def audits(self) -> bool:
         """Whether rows are audited."""
-        return self.settings.audit > 0 and bool(self.number_format)
+        return self.settings.audit > 0 and self.audit_tolerance > 0
 
     @property
     def storing_ranks(self) -> range:

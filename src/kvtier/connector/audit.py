@@ -4,12 +4,14 @@ A namespace cannot name everything that KV depends on: a kernel that was upgrade
 own bugs. Computing finds what no name can know. `Audits` chooses the hits. An audited request loads its hit
 without its end; the engine computes the rest as it would after a miss, and the computed chunks are copied to
 scratch slots, where each worker compares them with the kept rows (`transfer.compare`). A row that is too far
-away is dropped in all tiers. After `_MOST_MISMATCHES` audits with such a row the process leaves its namespace.
+away is dropped in all tiers. After `_MOST_MISMATCHES` requests with such a row the process leaves its
+namespace.
 
-Audits cost computing, and have a budget: the share `audit` of the tokens that the engine has computed, and an
-advance, since a new process trusts rows that it has not made. A hit is audited if at least `_LEAST_HITS` hits
-have passed since the last audit and the budget allows it: half of the time the whole hit, which finds a wrong
-image at its head too, else only its last chunk, which is cheap and finds wrong weights. Scheduler thread only.
+Audits cost computing, and have a budget: the share `audit` of the tokens that the engine has computed, and
+an advance, since a new process trusts rows that it has not made. A hit is audited if at least `_LEAST_HITS`
+hits have passed since the last audit and the budget allows it: half of the time the whole hit, which finds a
+wrong image at its head too, else only its last chunk, which is cheap and finds wrong weights. Scheduler
+thread only.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from random import Random
 from kvtier.config import OffloadingConfig
 from kvtier.connector.jobs import StoreJob, gpu_end_of
 from kvtier.connector.lookup import match_prefix
-from kvtier.connector.metadata import TransferReport
+from kvtier.connector.metadata import ReqId, TransferReport
 from kvtier.connector.state import ChunkGeometry, RequestState
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST, MissReason, OffloadingManager
@@ -88,7 +90,7 @@ class Audits:
         self._rng = rng or Random()
         self._credit = float(_ADVANCE)
         self._hits_to_pass = self._draw_hits()
-        self._mismatches = 0
+        self._mismatched: set[ReqId] = set()
         self.largest_distance = 0.0
         """The largest distance that an audit has found."""
 
@@ -193,9 +195,9 @@ class Audits:
         self.largest_distance = max(self.largest_distance, job.distance)
         if wrong := job.wrong():
             self._manager.discard(wrong, MissReason.FAILED)
-            self._mismatches += 1
-        return self._mismatches >= _MOST_MISMATCHES
+            self._mismatched.add(job.req_id)
+        return len(self._mismatched) >= _MOST_MISMATCHES
 
     def forget_mismatches(self) -> None:
         """Count mismatches from zero again: the rows that they were found in are gone."""
-        self._mismatches = 0
+        self._mismatched.clear()

@@ -139,11 +139,11 @@ class EndOrder(NamedTuple):
 class OffloadingConnectorMetadata:
     """One step's orders to every worker.
 
-    A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids.
-    Jobs of `jobs_to_flush` read blocks that another request writes in this step: they must be over before
-    the step runs. `audits` are stores into scratch slots, by job id. Jobs of `jobs_to_end` have taken too long or are no longer wanted; an order is repeated
-    until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
-    `get_finished` names them.
+    A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job
+    ids. Jobs of `jobs_to_flush` read blocks that another request writes in this step: they must be over
+    before the step runs. `audits` are stores into scratch slots, by job id. Jobs of `jobs_to_end` have
+    taken too long or are no longer wanted; an order is repeated until it is obeyed. Requests of
+    `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
     """
 
     reqs_to_load: dict[ReqId, TransferSpec] = field(default_factory=dict)

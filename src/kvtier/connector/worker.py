@@ -33,7 +33,6 @@ from kvtier.transfer.base import (
     TransferSpec,
     TransferType,
 )
-
 from kvtier.transfer.compare import AuditingHandler
 
 if TYPE_CHECKING:

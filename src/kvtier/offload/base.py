@@ -170,7 +170,9 @@ class OffloadingManager(ABC):
         `complete_store`.
         """
 
-    def prepare_scratch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_scratch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
         """Take places for chunks that will never be ready, as `prepare_store` does, however rarely offered.
 
         `complete_store` with `success=False` gives the places back. `None`: there is no place.

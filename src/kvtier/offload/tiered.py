@@ -161,7 +161,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._withdraw_demotions(offered)
         return self.pool.prepare_store(offered, req_context)
 
-    def prepare_scratch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_scratch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
         """Take slots for an audit or, until its rows have come, for a promotion."""
         offered = list(keys)
         self._withdraw_demotions(offered)

@@ -109,7 +109,7 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class AuditLoadStoreSpec(CPULoadStoreSpec):
-    """Scratch slots of the pool for computed chunks, and the slots of the `kept` rows to compare them with."""
+    """Scratch slots of the pool for computed chunks, and the slots of the `kept` rows to compare with."""
 
     def __init__(
         self, block_ids: Sequence[int] | npt.NDArray[np.int64], kept: Sequence[int] | npt.NDArray[np.int64]
