@@ -35,6 +35,8 @@ from kvtier.config_fields import (
     read_fields,
     read_flag,
     read_name,
+    read_number,
+    read_share,
     read_size,
     read_text,
     setting,
@@ -124,7 +126,8 @@ class KVTierConfig:
     `chunk_tokens` is another way to say `blocks_per_chunk`, resolved when the engine's block size is known.
     Deadlines are in seconds. A chunk is admitted once it has been offered `store_threshold` times; with 0 or
     1 it is admitted at once. `staging` is memory of a CUDA device, for the buffers of both directions
-    together.
+    together. `audit` is the share of computed tokens that may be spent on audits: 0 for none, 1 for an audit
+    of every hit.
     """
 
     cpu: CPUConfig = setting(instance(CPUConfig))
@@ -137,6 +140,7 @@ class KVTierConfig:
     load_if_faster: bool = setting(read_flag, True)
     staging: int = setting(_read_staging, 256 << 20)
     self_describing_kv_events: bool = setting(read_flag, True)
+    audit: float = setting(read_share, 0.001)
     tiers: tuple[TierConfig, ...] = setting(read_tiers, ())
 
     def __post_init__(self) -> None:
@@ -246,6 +250,10 @@ class OffloadingConfig:
     num_engines: int = setting(at_least(1), 1)
     bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
     replicas: int = setting(at_least(1), 1)
+    number_format: str = setting(read_text, "")
+    """The format of the values in the caches, as torch names it; it may be empty without audits."""
+    audit_tolerance: float = setting(read_number, 0.0)
+    """The largest distance of rows of the same KV (`transfer.compare.tolerance`); 0: no audits."""
 
     def __post_init__(self) -> None:
         read_fields(self)
@@ -324,6 +332,11 @@ class OffloadingConfig:
         if self.bytes_by_rank:
             shape += "x" + sha256(json.dumps(self.bytes_by_rank).encode()).hexdigest()[:16]
         return f"{namespace} {shape}"
+
+    @property
+    def audits(self) -> bool:
+        """Whether rows are audited."""
+        return self.settings.audit > 0 and self.audit_tolerance > 0
 
     @property
     def storing_ranks(self) -> range:

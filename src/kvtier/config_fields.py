@@ -35,7 +35,9 @@ __all__ = [
     "read_fields",
     "read_flag",
     "read_name",
+    "read_number",
     "read_path",
+    "read_share",
     "read_size",
     "read_text",
     "setting",
@@ -133,6 +135,19 @@ def read_flag(path: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(path, f"expected true or false, got {show_value(value)}")
     return value
+
+
+def read_number(path: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(path, f"expected a number of at least 0, got {show_value(value)}")
+    return float(value)
+
+
+def read_share(path: str, value: object) -> float:
+    share = read_number(path, value)
+    if share > 1:
+        raise ConfigError(path, f"expected a share from 0 to 1, got {show_value(value)}")
+    return share
 
 
 def read_name(path: str, value: object) -> str:

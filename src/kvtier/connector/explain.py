@@ -56,7 +56,7 @@ class Explainer:
         """
         state.miss = {}, None
         if end < match.end:
-            state.miss = {_POOL: MissReason.NOT_WORTH_LOADING}, end
+            state.miss = {_POOL: MissReason.AUDITED if state.audit else MissReason.NOT_WORTH_LOADING}, end
         elif match.missing is not None:
             state.miss = self._manager.explain_tiers(match.missing, state.context), match.reach
         elif limited:

@@ -30,6 +30,7 @@ __all__ = [
     "RunningJobs",
     "StoreJob",
     "expect_loadable",
+    "gpu_end_of",
     "plan_load",
     "plan_store",
     "reordered",
@@ -268,21 +269,29 @@ def plan_store(
     config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]
 ) -> StoreJob:
     """Plan the store of whole chunks, given by group: the key of each and its position."""
+    gpu_end, num_bytes = gpu_end_of(config, state, chunks)
+    return StoreJob(
+        request=state,
+        keys=[key for places in chunks for key in places],
+        gpu_end=gpu_end,
+        blocks_per_chunk=config.settings.blocks_per_chunk,
+        num_bytes=num_bytes,
+        missing_ranks=set(config.storing_ranks),
+        deadline=config.settings.store_deadline,
+    )
+
+
+def gpu_end_of(
+    config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]
+) -> tuple[GPULoadStoreSpec, int]:
+    """Return the GPU end of a store of whole chunks, and its bytes over all ranks that store."""
     gpu_end = _GPUEnd(len(state.groups))
     per_chunk = config.settings.blocks_per_chunk
     for group, places in zip(state.groups, chunks, strict=True):
         if places:
             positions = list(places.values())
             gpu_end.add(group.geometry.index, positions[0] * per_chunk, group.blocks_of(positions))
-    return StoreJob(
-        request=state,
-        keys=[key for places in chunks for key in places],
-        gpu_end=gpu_end.spec(),
-        blocks_per_chunk=per_chunk,
-        num_bytes=gpu_end.num_bytes(config) // config.replicas,
-        missing_ranks=set(config.storing_ranks),
-        deadline=config.settings.store_deadline,
-    )
+    return gpu_end.spec(), gpu_end.num_bytes(config) // config.replicas
 
 
 def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKey]) -> LoadStoreSpec:

@@ -21,7 +21,7 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvtier.config import KVTierConfig
 from kvtier.connector.cost import CostModel, PrefillQueue
@@ -229,9 +229,13 @@ class PromotionDecision:
 
     # -- loading -----------------------------------------------------------------------------------
 
+    def sources(self, state: RequestState) -> Mapping[OffloadKey, str]:
+        """Return the tier of each row that was promoted for a request."""
+        return self._promotions.sources(state.context)
+
     def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
         """Count by tier the promoted tokens among those to be loaded up to `end`."""
-        sources = self._promotions.sources(state.context)
+        sources = self.sources(state)
         if not sources:
             return {}
         group = state.groups[self._geometry.main_group]

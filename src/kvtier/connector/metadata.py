@@ -139,17 +139,18 @@ class EndOrder(NamedTuple):
 class OffloadingConnectorMetadata:
     """One step's orders to every worker.
 
-    A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids.
-    Jobs of `jobs_to_flush` read blocks that another request writes in this step: they must be over before
-    the step runs. Jobs of `jobs_to_end` have taken too long or are no longer wanted; an order is repeated
-    until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
-    `get_finished` names them.
+    A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job
+    ids. Jobs of `jobs_to_flush` read blocks that another request writes in this step: they must be over
+    before the step runs. `audits` are stores into scratch slots, by job id. Jobs of `jobs_to_end` have
+    taken too long or are no longer wanted; an order is repeated until it is obeyed. Requests of
+    `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
     """
 
     reqs_to_load: dict[ReqId, TransferSpec] = field(default_factory=dict)
     reqs_to_store: dict[ReqId, TransferSpec] = field(default_factory=dict)
     load_jobs: dict[ReqId, int] = field(default_factory=dict)
     store_jobs: dict[ReqId, int] = field(default_factory=dict)
+    audits: dict[int, tuple[ReqId, TransferSpec]] = field(default_factory=dict)
     jobs_to_flush: set[int] = field(default_factory=set)
     jobs_to_end: dict[int, EndOrder] = field(default_factory=dict)
     reqs_to_hold: set[ReqId] = field(default_factory=set)
@@ -169,6 +170,8 @@ class KVConnectorOutput:
     `finished_sending`: finished requests whose stores are over, so that their blocks may be freed.
     `finished_recving`: requests whose load is over, successful or not. `invalid_block_ids`: blocks of these
     requests whose bytes did not arrive. `failed_recving`: the requests that these blocks belong to.
+    `distrusted`: audits have found several wrong rows, and the tiers were reset. The engine must forget the
+    KV in its own cache too, since some of it was loaded.
     """
 
     finished_sending: set[ReqId] = field(default_factory=set)
@@ -176,6 +179,7 @@ class KVConnectorOutput:
     invalid_block_ids: set[int] = field(default_factory=set)
     reports: list[TransferReport] = field(default_factory=list)
     failed_recving: set[ReqId] = field(default_factory=set)
+    distrusted: bool = False
 
 
 class OutputAggregator:

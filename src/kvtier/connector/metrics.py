@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvtier.config import format_size
+from kvtier.connector.audit import AuditJob, Audits
 from kvtier.connector.explain import Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob
 from kvtier.metrics import SECONDS, Histogram, Metric, MetricKind, Registry, Sample
@@ -38,6 +39,9 @@ _COUNTERS = {
     "not_worth": "Times that computing was expected to be faster than a load.",
     "flushes": "Stores that had to end before a step overwrote what they read.",
     "expired": "Transfers that were given up because not every worker reported them.",
+    "audited_chunks": "Chunks that were computed although they were kept, and compared with what was kept.",
+    "audit_mismatches": "Chunks of them whose kept row was not the KV that was computed.",
+    "namespace_departures": "Times that audits made this process drop everything and leave its namespace.",
     "asked_tokens": "Prompt tokens that the engine's own cache did not have.",
     "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
 }
@@ -47,6 +51,7 @@ _POOL_COUNTERS = {
     "refusals": "Chunks that were offered and not taken: below the threshold, or no place.",
 }
 _UNWRITTEN = {"unwritten": "Chunks that left the pool, or had to, before a tier had written them."}
+_AUDIT_GAUGES = {"audit_distance": "The largest distance so far between a kept chunk and its computed KV."}
 _POOL_GAUGES = {
     "used_bytes": "Host memory that chunks take, those being written and read included.",
     "capacity_bytes": "Host memory for chunks.",
@@ -85,7 +90,7 @@ _TIER_TIMES = {
 def _metrics() -> Iterator[Metric]:
     for names, kind, prefix in (
         (_COUNTERS | _POOL_COUNTERS | _UNWRITTEN, MetricKind.COUNTER, ""),
-        (_POOL_GAUGES, MetricKind.GAUGE, ""),
+        (_POOL_GAUGES | _AUDIT_GAUGES, MetricKind.GAUGE, ""),
         (_TRANSFER_TIMES, MetricKind.HISTOGRAM, ""),
         (_TIER_COUNTERS, MetricKind.COUNTER, "tier_"),
         (_TIER_GAUGES, MetricKind.GAUGE, "tier_"),
@@ -119,6 +124,9 @@ class ConnectorStats:
     flushes: int = 0
     expired: int = 0
     """Transfers that were given up because not every rank reported them."""
+    audited_chunks: int = 0
+    audit_mismatches: int = 0
+    namespace_departures: int = 0
     asked_tokens: int = 0
     """Prompt tokens of requests that have run which the engine's own cache did not have."""
     loaded_tokens: int = 0
@@ -136,6 +144,11 @@ class ConnectorStats:
         self.stores_failed += bool(job.failed)
         self.store_bytes += 0 if job.failed else job.num_bytes
 
+    def count_audit(self, job: AuditJob, num_wrong: int) -> None:
+        """Count an audit that has compared all its chunks."""
+        self.audited_chunks += len(job.keys)
+        self.audit_mismatches += num_wrong
+
     def count_tokens(self, explanation: Explanation | None) -> None:
         """Count the tokens of a prompt by their source, once that is known."""
         if explanation is not None:
@@ -145,10 +158,11 @@ class ConnectorStats:
 
 
 def make_registry(
-    stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, row_bytes: int
+    stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, audits: Audits, row_bytes: int
 ) -> Registry:
     """Return the metrics of a connector, named `kvtier_...`. Reading the pool's metrics counts its slots."""
     registry = Registry("kvtier_")
+    registry.add(_named(_AUDIT_GAUGES), lambda: {"audit_distance": [({}, audits.largest_distance)]})
 
     def read_connector() -> dict[str, list[Sample]]:
         samples: dict[str, list[Sample]] = {name: [({}, getattr(stats, name))] for name in _COUNTERS}

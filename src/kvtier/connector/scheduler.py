@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvtier.config import Recompute
+from kvtier.connector.audit import AuditJob, Audits
 from kvtier.connector.cost import CostModel, PrefillQueue, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import (
@@ -86,7 +87,6 @@ class OffloadingConnectorScheduler:
         self.manager = spec.get_manager()
         self.stats = ConnectorStats()
         self.times = TransferTimes()
-        self.metrics = make_registry(self.stats, self.times, self.manager, spec.config.row_bytes)
         self.cost = CostModel()
         self._settings = spec.config.settings
         self._geometry = ChunkGeometry(spec.config)
@@ -98,6 +98,10 @@ class OffloadingConnectorScheduler:
             self._settings, self._geometry, self.cost, self._jobs, self._prefill, clock
         )
         self._load_failures = LoadFailures()
+        self._audits = Audits(spec.config, self._geometry, self.manager)
+        self.metrics = make_registry(
+            self.stats, self.times, self.manager, self._audits, spec.config.row_bytes
+        )
         self._promotion: PromotionDecision | None = None
         self._step = 0
         self._epoch = 0  # resets so far
@@ -168,6 +172,10 @@ class OffloadingConnectorScheduler:
         is_worth = self._load_decision.is_worth_loading(state, match)
         self.stats.not_worth += not is_worth
         end = match.end if is_worth else state.local
+        if end > state.local:
+            end = self._audits.choose_end(state, end)
+            if state.audit and self._promotion is not None:
+                state.audit_sources = self._promotion.sources(state)
         limited = (
             limit < request.num_tokens and self._geometry.next_chunk_end(match.reach) <= request.num_tokens
         )
@@ -190,6 +198,8 @@ class OffloadingConnectorScheduler:
             group.take_all()
             group.give(blocks[group.geometry.index], self._step + 1)
             self._allocated.update(group.block_ids[state.local // group.geometry.block_size :])
+        if state.audit:  # its rows should still be there when it has computed them
+            self.manager.touch(state.all_keys(), state.context)
         if num_external_tokens:
             self._plan_load(state, state.local + num_external_tokens)
 
@@ -230,10 +240,15 @@ class OffloadingConnectorScheduler:
         if self._tiered is not None:
             self._tiered.begin_step()
         for job, spec in self._get_reqs_to_store(step):
-            meta.reqs_to_store[job.req_id] = spec
-            meta.store_jobs[job.req_id] = job.job_id
+            if isinstance(job, AuditJob):
+                meta.audits[job.job_id] = job.req_id, spec
+            else:
+                meta.reqs_to_store[job.req_id] = spec
+                meta.store_jobs[job.req_id] = job.job_id
         self._allocated = set()
-        self._timer.begin(self._clock(), 0 if step.speculated else sum(step.num_scheduled_tokens.values()))
+        num_tokens = sum(step.num_scheduled_tokens.values())
+        self._audits.earn(num_tokens)
+        self._timer.begin(self._clock(), 0 if step.speculated else num_tokens)
         return meta
 
     def _update_blocks(self, step: StepView) -> None:
@@ -264,6 +279,7 @@ class OffloadingConnectorScheduler:
         state.store_jobs.clear()
         state.next_offer = 0
         state.may_ask = state.may_promote = True
+        state.audit, state.audit_tokens = range(0), 0
         state.may_load = True  # the request has run since its load failed, so this cannot repeat for ever
         for group in state.groups:
             group.take_all()
@@ -289,7 +305,13 @@ class OffloadingConnectorScheduler:
             available = self._geometry.num_final(min(available, state.view.num_tokens))
             state.next_offer = self._geometry.next_chunk_end(available)
             wanted = self._chunks_to_store(state, available)
-            if any(wanted) and (planned := self._plan_store(state, wanted)) is not None:
+            if not any(wanted):
+                continue
+            if state.audit and (audit := self._audits.plan(state, wanted)) is not None:
+                self._start(audit)
+                state.store_jobs.add(audit.job_id)
+                yield audit, (audit.gpu_end, audit.orders)
+            if (planned := self._plan_store(state, wanted)) is not None:
                 yield planned
 
     def _still_has_blocks(self, req_id: ReqId) -> bool:
@@ -370,6 +392,7 @@ class OffloadingConnectorScheduler:
         connector_output.finished_sending = ended.finished_sending
         connector_output.failed_recving = ended.failed_recving
         connector_output.invalid_block_ids = ended.invalid_block_ids
+        connector_output.distrusted = ended.distrusted
         if not self.spec.config.enable_kv_cache_events:
             self.manager.take_events()  # nothing else takes them, and they must not pile up
 
@@ -403,6 +426,10 @@ class OffloadingConnectorScheduler:
                 job.fail()
             self.manager.complete_load(job.keys, job.pool_end)
             self._end_load(job)
+        elif isinstance(job, AuditJob):
+            self._audits.release(job)
+            self._end_store(job)
+            self._judge(job)
         else:
             self._complete_store(job)
             self._end_store(job)
@@ -433,6 +460,8 @@ class OffloadingConnectorScheduler:
         """Free the slots of a job that was given up, once every rank is done with them."""
         if isinstance(job, LoadJob):
             self.manager.complete_load(job.keys, job.pool_end)
+        elif isinstance(job, AuditJob):
+            self._audits.release(job)
         else:
             self.manager.complete_store(job.keys, success=False, spec=job.pool_end)
 
@@ -476,13 +505,37 @@ class OffloadingConnectorScheduler:
             # A chunk not announced by now has failed or was removed; another store may already store it.
             self._tracker.drop(key for key in job.keys if not self._jobs.is_storing(key))
 
+    def _judge(self, audit: AuditJob) -> None:
+        """Take in what an audit found, unless it could not copy its chunks or a reset came meanwhile."""
+        wrong = audit.wrong()
+        if (audit.failed and not wrong) or audit.epoch != self._epoch:
+            return
+        self.stats.count_audit(audit, len(wrong))
+        if wrong:
+            logger.error(
+                "audit: request %s: %d of %d kept chunks are not the KV that was computed; the first is %s"
+                " (tier %s); the largest distance is %.3g, at most %.3g is expected; they are dropped in all"
+                " tiers",
+                audit.req_id, len(wrong), len(audit.keys), wrong[0].hex(), audit.sources[wrong[0]],
+                audit.distance, self.spec.config.audit_tolerance,
+            )  # fmt: skip
+        if self._audits.take_verdict(audit):
+            logger.error(
+                "audit: kept KV is not what this engine computes, again and again: all of it is dropped, and"
+                " this process leaves its namespace, so that it shares nothing with others from now on"
+            )
+            self.stats.namespace_departures += 1
+            self.reset_cache()
+            self._ended.distrusted = True
+
     def _end_store(self, job: StoreJob) -> None:
         """Record the end of a store.
 
         A finished request needs its blocks only as long as one of its stores runs.
         """
-        self.stats.count_store(job)
-        self.times.note(job, self._clock())
+        if not isinstance(job, AuditJob):
+            self.stats.count_store(job)
+            self.times.note(job, self._clock())
         state = job.request
         if job.job_id in state.store_jobs:
             state.store_jobs.remove(job.job_id)
@@ -529,6 +582,7 @@ class OffloadingConnectorScheduler:
         self._jobs.void_loads()
         self.manager.reset_cache()
         self._load_failures.clear()
+        self._audits.forget_mismatches()
         return True
 
     # -- telling -----------------------------------------------------------------------------------

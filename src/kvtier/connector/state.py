@@ -216,6 +216,12 @@ class RequestState:
     """The number of leading tokens that may be stored, if the request sets a limit."""
     load_limit: int | None = None
     """The number of tokens that a load may bring, if the request sets a limit."""
+    audit_tokens: int | None = None
+    """The number of tokens at the end of its hit that are audited; `None` until that is chosen."""
+    audit: range = range(0)
+    """The tokens that could be loaded and are computed for an audit."""
+    audit_sources: Mapping[OffloadKey, str] = field(default_factory=dict)
+    """The tiers from which rows of the hit were promoted for the request."""
     finished: bool = False
     explained: bool = False
     miss: tuple[dict[str, MissReason], int | None] = field(default_factory=lambda: ({}, None))

@@ -25,12 +25,15 @@ from kvtier.connector.metadata import (
 from kvtier.errors import InputError, KVTierError
 from kvtier.offload.base import OffloadingSpec
 from kvtier.transfer.base import (
+    AuditLoadStoreSpec,
+    CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingHandler,
     TransferResult,
     TransferSpec,
     TransferType,
 )
+from kvtier.transfer.compare import AuditingHandler
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +91,11 @@ class OffloadingConnectorWorker:
         canonical = canonicalize(kv_caches, self.spec.config.groups, layout=layout)
         for src, dst, handler in self.spec.get_handlers(canonical):
             self._handlers[src.medium(), dst.medium()] = handler
+        if (comparer := self.spec.get_comparer()) is not None:
+            stores = GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium()
+            auditing = AuditingHandler(self._handlers[stores], comparer, self.spec.config)
+            self._handlers[stores] = auditing
+            self._handlers[GPULoadStoreSpec.medium(), AuditLoadStoreSpec.medium()] = auditing
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Make sure that no running store reads a block that this step gives to another request."""
@@ -162,6 +170,9 @@ class OffloadingConnectorWorker:
         for req_id, job_id in metadata.store_jobs.items():
             if self._may_store and job_id not in self._started and job_id not in self._stores:
                 self._refuse(self._stores, job_id, req_id, metadata.reqs_to_store[req_id])
+        for job_id, (req_id, spec) in metadata.audits.items():
+            if self._may_store and job_id not in self._started and job_id not in self._stores:
+                self._refuse(self._stores, job_id, req_id, spec)
         self._pending |= metadata.reqs_to_hold
 
     def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
@@ -187,6 +198,8 @@ class OffloadingConnectorWorker:
         if self._may_store:
             for req_id, spec in metadata.reqs_to_store.items():
                 self._start(self._stores, metadata.store_jobs[req_id], req_id, spec)
+            for job_id, (req_id, spec) in metadata.audits.items():
+                self._start(self._stores, job_id, req_id, spec)
         self._pending |= metadata.reqs_to_hold
 
     def take_output(self) -> KVConnectorOutput:

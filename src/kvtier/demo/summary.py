@@ -45,6 +45,7 @@ MEANINGS = {
     "lost with its files": "The tier's files are gone.",
     "no room in the pool to promote it": "Other promotions had taken their share of the pool.",
     "beyond what the request may load": "The request has set a limit on what is loaded for it.",
+    "computed for an audit": "It was kept, and computed all the same, to compare the two.",
 }
 """An explanation of each reason for a missing chunk."""
 

@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
 from kvtier.memory_limits import free_memory
 from kvtier.namespace import Namespace, WeightsFiles
+from kvtier.transfer.compare import tolerance
 
 __all__ = [
     "allocate_kv",
@@ -136,6 +137,8 @@ def describe_cache(
         engine_id=uuid4().hex,
         namespace=_namespace(name, weights_id),
         enable_kv_cache_events=bool(config.kv_events),
+        number_format=config.dtype,
+        audit_tolerance=tolerance(config.dtype, config.compute_dtype or config.dtype, model.num_layers) or 0,
     )
 
 

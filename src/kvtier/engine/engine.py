@@ -397,6 +397,8 @@ class Engine:
         output = self.worker.take_output()
         self.worker.clear_connector_metadata()
         self.connector.update_connector_output(output)
+        if output.distrusted:
+            self.reset_prefix_cache()
         if output.invalid_block_ids:
             self.speculation.forget()
         self._scheduler.take_transfers(output)

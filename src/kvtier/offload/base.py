@@ -23,6 +23,7 @@ from kvtier.transfer.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHan
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
+    from kvtier.transfer.compare import RowComparer
 
 __all__ = [
     "ChunkLookup",
@@ -87,6 +88,7 @@ class MissReason(Enum):
     LOST = "lost with its files"
     NO_ROOM = "no room in the pool to promote it"
     LIMITED = "beyond what the request may load"
+    AUDITED = "computed for an audit"
 
 
 class ChunkLookup(Protocol):
@@ -168,6 +170,15 @@ class OffloadingManager(ABC):
         `complete_store`.
         """
 
+    def prepare_scratch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Take places for chunks that will never be ready, as `prepare_store` does, however rarely offered.
+
+        `complete_store` with `success=False` gives the places back. `None`: there is no place.
+        """
+        return None
+
     def complete_store(
         self, keys: Iterable[OffloadKey], success: bool = True, spec: LoadStoreSpec | None = None
     ) -> None:
@@ -242,6 +253,10 @@ class OffloadingSpec(ABC):
 
         Each worker's process calls this once.
         """
+
+    def get_comparer(self) -> RowComparer | None:
+        """Return the comparer of rows for a worker's audits; `None`: rows are not audited."""
+        return None
 
     def shutdown(self) -> None:
         """Release the spec's own resources, e.g. its mapping of the pool. Idempotent."""

@@ -34,6 +34,7 @@ from kvtier.transfer.base import (
     LoadStoreSpec,
     OffloadingHandler,
 )
+from kvtier.transfer.compare import RowComparer
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
@@ -188,6 +189,12 @@ class CPUOffloadingSpec(OffloadingSpec):
 
         spans = Spans(kv_caches, pool, geometry)
         return partial(HostStoreHandler, spans), partial(HostLoadHandler, spans)
+
+    def get_comparer(self) -> RowComparer | None:
+        """Return the comparer of this rank's images."""
+        if self.config.num_slots == 0 or not self.config.audits:
+            return None
+        return RowComparer(self.open_pool(), self.config.by_image())
 
     def shutdown(self) -> None:
         """Give up the mapping of the pool. Idempotent."""

@@ -38,6 +38,7 @@ from kvtier.transfer.base import (
     TransferSpec,
     TransferType,
 )
+from kvtier.transfer.compare import RowComparer
 from kvtier.transfer.jobs import Job, JobHandler
 from kvtier.transfer.plan import Plan
 
@@ -210,6 +211,10 @@ class FaultySpec(OffloadingSpec):
                     f"expected handlers with a probe (JobHandler), got {type(handler).__name__}"
                 )
             yield source, destination, _FaultyHandler(handler, kv_caches, self.config.by_image(), self.plan)
+
+    def get_comparer(self) -> RowComparer | None:
+        """Return the comparer of the real spec."""
+        return self.spec.get_comparer()
 
     def shutdown(self) -> None:
         """Release the real spec's resources."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from kvtier.transfer.base import (
     NULL_BLOCK,
+    AuditLoadStoreSpec,
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -26,6 +27,7 @@ from kvtier.transfer.plan import JobBounds, Plan, pair_blocks
 
 __all__ = [
     "NULL_BLOCK",
+    "AuditLoadStoreSpec",
     "BlockIDsLoadStoreSpec",
     "CPULoadStoreSpec",
     "CanonicalKVCacheRef",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NULL_BLOCK",
+    "AuditLoadStoreSpec",
     "BlockIDsLoadStoreSpec",
     "CPULoadStoreSpec",
     "CanonicalKVCacheRef",
@@ -107,6 +108,20 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
         return "CPU"
 
 
+class AuditLoadStoreSpec(CPULoadStoreSpec):
+    """Scratch slots of the pool for computed chunks, and the slots of the `kept` rows to compare with."""
+
+    def __init__(
+        self, block_ids: Sequence[int] | npt.NDArray[np.int64], kept: Sequence[int] | npt.NDArray[np.int64]
+    ) -> None:
+        super().__init__(block_ids)
+        self.kept: npt.NDArray[np.int64] = np.asarray(kept, dtype=np.int64)
+
+    @staticmethod
+    def medium() -> str:
+        return "AUDIT"
+
+
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 TransferType = tuple[str, str]
 
@@ -116,7 +131,7 @@ class TransferResult(NamedTuple):
 
     `failed_blocks` are positions into the GPU end's `block_ids` whose bytes did not arrive; `None` on a
     failed job means all of them. `corrupt`: the bytes themselves are wrong, so the chunk must not be loaded
-    again.
+    again. `distance`: of an audit, how far the computed chunk that differs most is from its kept row.
     """
 
     job_id: int
@@ -126,6 +141,7 @@ class TransferResult(NamedTuple):
     transfer_type: TransferType | None = None
     failed_blocks: tuple[int, ...] | None = None
     corrupt: bool = False
+    distance: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._updated = True
         meta = connector_output.kv_connector_worker_meta
         reports = [] if meta is None else meta.reports
-        self._connector.update_connector_output(KVConnectorOutput(reports=reports))
+        output = KVConnectorOutput(reports=reports)
+        self._connector.update_connector_output(output)
+        if output.distrusted:
+            self.reset_cache()  # vLLM's own cache has loaded KV
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End a request of a model with one KV cache group."""

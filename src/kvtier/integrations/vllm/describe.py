@@ -9,10 +9,11 @@ from __future__ import annotations
 import platform
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 import vllm
+from vllm.config.cache import CacheDType
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -33,6 +34,7 @@ from kvtier.integrations.vllm.pipeline_stages import BytesByRank, gather_bytes_b
 from kvtier.integrations.vllm.weights import all_weights, nameless_hash
 from kvtier.keys import fingerprint
 from kvtier.namespace import Namespace
+from kvtier.transfer.compare import tolerance
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -43,6 +45,15 @@ __all__ = ["describe_engine", "kv_lookahead", "summarize"]
 logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
 
 _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_NUMBER_FORMATS = dict.fromkeys(get_args(CacheDType), "") | {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""The format of the values in a cache, by vLLM's name of it; empty where scales lie among the values."""
+del _NUMBER_FORMATS["auto"]
 _INSTEAD = "vLLM's own OffloadingConnector may serve it"
 _UNSUPPORTED = {
     "decode_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
@@ -81,6 +92,7 @@ def describe_engine(
     groups = _describe_groups(kv_cache_config)
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     settings = KVTierConfig.from_dict(transfer.kv_connector_extra_config)
+    number_format = _number_format(vllm_config)
     # Only the scheduler's side sends rows out of the process: a worker need not read the weights again.
     keeps = role is ConnectorRole.SCHEDULER and settings.cpu.capacity > 0
     return OffloadingConfig(
@@ -100,7 +112,25 @@ def describe_engine(
         num_engines=parallel.data_parallel_size,  # for dense models vLLM has set it to 1 by now
         bytes_by_rank=bytes_by_rank,
         replicas=_num_replicas(vllm_config, kv_cache_config),
+        number_format=number_format,
+        audit_tolerance=_audit_tolerance(vllm_config, number_format),
     )
+
+
+def _number_format(vllm_config: VllmConfig) -> str:
+    """Return the format of the values in all of vLLM's caches; empty if they have several, or scales."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    is_fp8_of_cuda = cache.cache_dtype != "fp8" or current_platform.is_cuda()
+    if cache.kv_cache_dtype_skip_layers or not is_fp8_of_cuda:  # others have other formats of that name
+        return ""
+    return _NUMBER_FORMATS.get(cache.cache_dtype, str(model.dtype).removeprefix("torch."))
+
+
+def _audit_tolerance(vllm_config: VllmConfig, number_format: str) -> float:
+    model = vllm_config.model_config
+    activations, is_quantized = str(model.dtype).removeprefix("torch."), model.quantization is not None
+    layers = model.get_total_num_hidden_layers()
+    return tolerance(number_format, activations, layers, is_quantized=is_quantized) or 0.0
 
 
 def _expect_usable_loads(vllm_config: VllmConfig) -> None:
@@ -258,6 +288,12 @@ def kv_lookahead(vllm_config: VllmConfig) -> int:
     return int(vllm_config.num_prefill_lookahead_tokens)
 
 
+def _describe_audits(config: OffloadingConfig) -> str:
+    if config.audits:
+        return f"audits for at most {config.settings.audit:.2%} of the computed tokens"
+    return "no audits" + (" in this format of the cache" if config.settings.audit else "")
+
+
 def summarize(config: OffloadingConfig) -> str:
     """Describe the configuration in one line."""
     settings = config.settings
@@ -270,5 +306,5 @@ def summarize(config: OffloadingConfig) -> str:
         f"{config.num_slots:,} chunks"
         f" of {chunk} tokens ({format_size(config.row_bytes)} each); policy {settings.cpu.policy},"
         f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s),"
-        f" namespace {'being computed' if namespace is None else namespace[:12]}"
+        f" namespace {'being computed' if namespace is None else namespace[:12]}, {_describe_audits(config)}"
     )

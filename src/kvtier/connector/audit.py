@@ -1,0 +1,203 @@
+"""Audits: a small share of hits is computed although it could be loaded, and compared with the kept rows.
+
+A namespace cannot name everything that KV depends on: a kernel that was upgraded, a hash that collides, our
+own bugs. Computing finds what no name can know. `Audits` chooses the hits. An audited request loads its hit
+without its end; the engine computes the rest as it would after a miss, and the computed chunks are copied to
+scratch slots, where each worker compares them with the kept rows (`transfer.compare`). A row that is too far
+away is dropped in all tiers. After `_MOST_MISMATCHES` requests with such a row the process leaves its
+namespace.
+
+Audits cost computing, and have a budget: the share `audit` of the tokens that the engine has computed, and
+an advance, since a new process trusts rows that it has not made. A hit is audited if at least `_LEAST_HITS`
+hits have passed since the last audit and the budget allows it: half of the time the whole hit, which finds a
+wrong image at its head too, else only its last chunk, which is cheap and finds wrong weights. Scheduler
+thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
+
+from kvtier.config import OffloadingConfig
+from kvtier.connector.jobs import StoreJob, gpu_end_of
+from kvtier.connector.lookup import match_prefix
+from kvtier.connector.metadata import ReqId, TransferReport
+from kvtier.connector.state import ChunkGeometry, RequestState
+from kvtier.keys import OffloadKey
+from kvtier.offload.base import NO_REQUEST, MissReason, OffloadingManager
+from kvtier.transfer.base import AuditLoadStoreSpec, BlockIDsLoadStoreSpec
+
+__all__ = ["AuditJob", "Audits"]
+
+_ADVANCE = 4096
+"""Tokens that a process may spend on audits before it has computed any."""
+_MOST_CREDIT = 16_384
+_LONGEST = 4096
+"""The most tokens that one audit computes: the last ones of a longer hit."""
+_LEAST_HITS, _MOST_HITS = 32, 96
+"""The hits between two audits are a random number in this range, so that clients cannot foresee them."""
+_MOST_CHUNKS = 64
+"""The most chunks of an audit that are compared in one step."""
+_SCRATCH_SHARE = 16
+"""One slot of the pool in this many may be scratch."""
+_MOST_MISMATCHES = 3
+_SCRATCH = b"audit"
+"""Stands before the keys of scratch slots, so that nobody looks them up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AuditJob(StoreJob):
+    """A store into scratch slots, under keys that nobody looks up, and a comparison with kept rows."""
+
+    audited: list[OffloadKey]
+    """The keys of the kept rows, in the order of `keys`."""
+    kept_end: BlockIDsLoadStoreSpec
+    """The kept rows' places. They are pinned for the audit."""
+    sources: dict[OffloadKey, str] = field(default_factory=dict)
+    """The tiers that rows were promoted from for the request."""
+    distance: float = 0.0
+
+    def take_report(self, report: TransferReport) -> None:
+        """Note the report of one rank."""
+        StoreJob.take_report(self, report)
+        self.distance = max(self.distance, report.result.distance or 0.0)
+
+    @property
+    def orders(self) -> AuditLoadStoreSpec:
+        """The pool's end of the audit, for the workers."""
+        assert isinstance(self.pool_end, BlockIDsLoadStoreSpec)
+        return AuditLoadStoreSpec(self.pool_end.block_ids, self.kept_end.block_ids)
+
+    def wrong(self) -> list[OffloadKey]:
+        """Return the keys of the kept rows that are not the KV that was computed."""
+        return [self.audited[index] for index in sorted(self.corrupt)]
+
+
+class Audits:
+    """The choice of the hits that are audited, and the jobs that audit them."""
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        geometry: ChunkGeometry,
+        manager: OffloadingManager,
+        rng: Random | None = None,
+    ) -> None:
+        self._config, self._geometry, self._manager = config, geometry, manager
+        self._share = config.settings.audit if config.audits else 0.0
+        self._rng = rng or Random()
+        self._credit = float(_ADVANCE)
+        self._hits_to_pass = self._draw_hits()
+        self._mismatched: set[ReqId] = set()
+        self.largest_distance = 0.0
+        """The largest distance that an audit has found."""
+
+    def _draw_hits(self) -> int:
+        return self._rng.randint(_LEAST_HITS, _MOST_HITS) if self._share < 1 else 0
+
+    def earn(self, num_tokens: int) -> None:
+        """Add a step's tokens to the budget."""
+        if self._share:
+            self._credit = min(_MOST_CREDIT, self._credit + self._share * num_tokens)
+
+    def choose_end(self, state: RequestState, end: int) -> int:
+        """Return where the load of a hit up to `end` ends, before it if the hit is audited.
+
+        The choice is made once for a request, however often it asks. `state.audit` becomes the tokens to
+        audit.
+        """
+        if state.audit_tokens is None:
+            state.audit_tokens = self._choose_tokens(end - state.local)
+        state.audit = range(0)
+        if state.audit_tokens:
+            least = max(state.local, end - state.audit_tokens)
+            start = match_prefix(self._geometry, self._manager, state, least).end
+            state.audit = range(start, end)
+        return state.audit.start if state.audit else end
+
+    def _choose_tokens(self, num_tokens: int) -> int:
+        """Return how many tokens at the end of a hit are audited; usually none."""
+        if not self._share:
+            return 0
+        if self._hits_to_pass:
+            self._hits_to_pass -= 1
+            return 0
+        whole, least = min(num_tokens, _LONGEST), min(num_tokens, self._geometry.alignment)
+        tokens = whole if self._credit >= whole and self._rng.random() < 0.5 else least
+        if self._share < 1:
+            if self._credit < tokens:
+                return 0
+            self._credit -= tokens
+        self._hits_to_pass = self._draw_hits()
+        return tokens
+
+    def plan(self, state: RequestState, computed: list[dict[OffloadKey, int]]) -> AuditJob | None:
+        """Plan the audit of the chunks that a request has just computed and that are kept.
+
+        `computed` has for each group the chunks' keys and positions. Rows are pinned and scratch slots are
+        taken until the job is over. `None`: no chunk is to be audited, or there is no place.
+        """
+        chunks = [self._to_audit(state, index, places) for index, places in enumerate(computed)]
+        keys = [key for places in chunks for key in places]
+        most = min(_MOST_CHUNKS, max(1, self._config.num_slots // _SCRATCH_SHARE))
+        if len(keys) > most:
+            chosen = set(islice(keys, 0, None, -(-len(keys) // most)))
+            chunks = [{key: at for key, at in places.items() if key in chosen} for places in chunks]
+            keys = [key for places in chunks for key in places]
+        if not keys:
+            return None
+        kept_end = self._manager.prepare_load(keys, NO_REQUEST)
+        scratch_keys = [OffloadKey(_SCRATCH + key) for key in keys]
+        taken = self._manager.prepare_scratch(scratch_keys, state.context)
+        if taken is None or taken.keys_to_store != scratch_keys:
+            if taken is not None:  # another audit has some of these keys, or there is too little room
+                self._manager.complete_store(taken.keys_to_store, success=False, spec=taken.store_spec)
+            self._manager.complete_load(keys, kept_end)
+            return None
+        assert isinstance(kept_end, BlockIDsLoadStoreSpec)
+        gpu_end, num_bytes = gpu_end_of(self._config, state, chunks)
+        return AuditJob(
+            request=state,
+            keys=scratch_keys,
+            gpu_end=gpu_end,
+            blocks_per_chunk=self._config.settings.blocks_per_chunk,
+            num_bytes=num_bytes,
+            missing_ranks=set(self._config.storing_ranks),
+            deadline=self._config.settings.store_deadline,
+            pool_end=taken.store_spec,
+            audited=keys,
+            kept_end=kept_end,
+            sources={key: state.audit_sources.get(key, "cpu") for key in keys},
+        )
+
+    def _to_audit(
+        self, state: RequestState, group: int, places: dict[OffloadKey, int]
+    ) -> dict[OffloadKey, int]:
+        """Return the chunks of a group that lie in the tokens to audit and whose rows are in the pool."""
+        size = self._geometry.groups[group].chunk_size
+        inside = {
+            key: at
+            for key, at in places.items()
+            if at * size >= state.audit.start and (at + 1) * size <= state.audit.stop
+        }
+        held = self._manager.lookup_many(list(inside), state.context)
+        return {key: at for (key, at), is_held in zip(inside.items(), held, strict=True) if is_held}
+
+    def release(self, job: AuditJob) -> None:
+        """Give back the slots of an audit that is over, and unpin the kept rows."""
+        self._manager.complete_store(job.keys, success=False, spec=job.pool_end)
+        self._manager.complete_load(job.audited, job.kept_end)
+
+    def take_verdict(self, job: AuditJob) -> bool:
+        """Drop the wrong rows of an audit in all tiers; say whether all rows must be distrusted now."""
+        self.largest_distance = max(self.largest_distance, job.distance)
+        if wrong := job.wrong():
+            self._manager.discard(wrong, MissReason.FAILED)
+            self._mismatched.add(job.req_id)
+        return len(self._mismatched) >= _MOST_MISMATCHES
+
+    def forget_mismatches(self) -> None:
+        """Count mismatches from zero again: the rows that they were found in are gone."""
+        self._mismatched.clear()
