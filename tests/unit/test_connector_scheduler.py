@@ -742,12 +742,16 @@ def test_bad_limits_of_many_requests_are_one_line_a_minute(caplog: pytest.LogCap
     host = make_host(clock=clock)
     for number in range(100):
         params = {"max_load_tokens": "all", "max_offload_tokens": -1}
-        host.scheduler.get_num_new_matched_tokens(Request(f"r{number}", PROMPT, kv_transfer_params=params), 0)
+        host.scheduler.get_num_new_matched_tokens(
+            Request(f"r{number}", PROMPT, kv_transfer_params=params), 0
+        )
     assert len(caplog.messages) == 1
     clock.now = 60.0
     params = {"max_load_tokens": "all"}
     host.scheduler.get_num_new_matched_tokens(Request("late", PROMPT, kv_transfer_params=params), 0)
-    assert caplog.messages[1].endswith("the request has no such limit; and 199 more since the last such line")
+    assert caplog.messages[1].endswith(
+        "the request has no such limit; and 199 more since the last such line"
+    )
 
 
 @pytest.mark.parametrize(("limit", "loaded"), [(0, 0), (7, 4), (8, 8), (2**70, 24), (None, 24)])
