@@ -134,6 +134,12 @@ def test_a_handler_of_the_user_stays_the_only_one(kvtier_logger: logging.Logger)
     assert (kvtier_logger.handlers, kvtier_logger.level, kvtier_logger.propagate) == ([own], 0, True)
 
 
+def test_a_user_who_has_silenced_it_hears_nothing(kvtier_logger: logging.Logger) -> None:
+    kvtier_logger.propagate = False
+    show()
+    assert kvtier_logger.handlers == []
+
+
 def test_a_level_of_the_user_stays(kvtier_logger: logging.Logger) -> None:
     kvtier_logger.setLevel(logging.ERROR)
     show()

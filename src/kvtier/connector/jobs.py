@@ -96,9 +96,11 @@ class PlannedJob:
         A report of an expired job changes only one thing: the rank is done with the job.
         """
         self.missing_ranks.discard(report.rank)
+        if self.expired:
+            return
         if report.result.transfer_time is not None:
             self.seconds = max(self.seconds or 0.0, report.result.transfer_time)
-        if not report.result.success and not self.expired:
+        if not report.result.success:
             self._fail(report.result.failed_blocks, report.result.corrupt)
 
     def expire(self) -> None:

@@ -71,7 +71,7 @@ _TIER_COUNTERS = {
 }
 _TIER_GAUGES = {
     "used_bytes": "Bytes of the rows that a tier holds; not shown for a server, which does not tell it.",
-    "capacity_bytes": "Bytes of the rows that a tier has room for; not shown for a server.",
+    "capacity_bytes": "Bytes of the rows that an open tier has room for; not shown for a server.",
     "queued_bytes": "Bytes that wait for a tier's I/O.",
     "stuck": "Rows whose call has not returned although its time was over.",
     "suspended": "1 while a tier gives or takes nothing because its calls failed or hung.",

@@ -2,7 +2,8 @@
 
 vLLM gives handlers to loggers below `vllm` only. Messages of kvtier's own modules, which log below `kvtier`,
 go to the same handlers, with vLLM's level and format. The root logger is left alone. So are users who
-configure logging themselves: those who tell vLLM so, and those who have given the logger `kvtier` a handler.
+configure logging themselves: those who tell vLLM so, and those who have given the logger `kvtier` a handler
+or cut it off (`propagate`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class _ToVllm(logging.Handler):
 
 def show_messages(config: LoggingConfig) -> None:
     """Show kvtier's messages as vLLM shows its own, unless the user configures logging. Idempotent."""
-    if not config.configure_logging or config.pylogging_config_file is not None:
+    if not config.configure_logging or config.pylogging_config_file:
         return
-    if _OURS.handlers:
+    if _OURS.handlers or not _OURS.propagate:
         return
     _OURS.addHandler(_ToVllm())
     _OURS.propagate = False  # a handler of the root logger would show messages a second time
