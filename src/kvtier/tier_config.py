@@ -228,6 +228,11 @@ class ValkeyConfig(_TierTable):
             )
 
     @property
+    def place(self) -> str:
+        """The server, for people."""
+        return self.url
+
+    @property
     def address(self) -> SplitResult:
         """The parts of the URL."""
         return urlsplit(self.url)
@@ -270,6 +275,11 @@ class ObjectConfig(_TierTable):
                 "object.endpoint", "expected https://, or allow_http with it, got http:// alone"
             )
 
+    @property
+    def place(self) -> str:
+        """The bucket and, if it is not a cloud's, the server; for people."""
+        return self.url if self.endpoint is None else f"{self.url} at {self.endpoint}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeConfig(_TierTable):
@@ -294,6 +304,11 @@ class MooncakeConfig(_TierTable):
 
     def __post_init__(self) -> None:
         _read_server_fields(self)
+
+    @property
+    def place(self) -> str:
+        """The store's master, for people."""
+        return self.master
 
 
 SharedTierConfig = ValkeyConfig | ObjectConfig | MooncakeConfig

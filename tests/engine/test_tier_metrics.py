@@ -6,13 +6,21 @@ import re
 
 from tests.engine.drive import tokens
 from tests.engine.test_with_tiers import ask, expect_idle, forget, suspend
-from tests.engine.tier_kit import MemoryTiers, manager_of, tiered_engine
+from tests.engine.tier_kit import (
+    MemoryTiers,
+    SharedTiers,
+    manager_of,
+    settle,
+    shared_engine,
+    tiered_engine,
+)
 from tests.unit.demo_kit import tier_stats
 
 from kvtier.connector import ConnectorStats
 from kvtier.connector.metrics import describe_tier
 from kvtier.engine import Engine
 from kvtier.integrations.summary import Summary
+from kvtier.testing.memory_tier import MemoryServer
 
 
 def samples_of(engine: Engine) -> dict[str, float]:
@@ -114,3 +122,17 @@ def test_why_a_tier_does_nothing_is_said() -> None:
         ", waiting for the namespace"
     )
     assert describe_tier(tier_stats(state="closed")).endswith("0 demoted (0 B in 0.00 s of I/O)")
+
+
+def test_what_only_a_server_knows_has_no_sample() -> None:
+    """`tier_capacity_bytes{tier="valkey"}` was 0: a tier that is always full."""
+    with shared_engine(SharedTiers(MemoryServer())) as engine:
+        ask(engine, tokens(33), "first")
+        settle(engine)
+        found = samples_of(engine)
+        assert found['kvtier_tier_demoted_total{tier="valkey"}'] > 0
+        assert not [name for name in found if name.startswith(("kvtier_tier_used", "kvtier_tier_capacity"))]
+        assert engine.connector is not None
+        assert engine.connector.connector_scheduler is not None
+        (line,) = engine.connector.connector_scheduler.describe_tiers()
+        assert line.startswith("valkey: 0 promoted (")

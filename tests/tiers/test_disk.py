@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -711,4 +712,9 @@ def test_the_log_has_no_surprises(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO)
     with opened(tmp_path) as driver:
         driver.store(1)
-    assert [record.levelname for record in caplog.records] == ["INFO"]
+    with opened(tmp_path):
+        pass
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    first, second = caplog.messages
+    assert re.fullmatch(r"disk tier: \S+/rank-0/\S+: open with 0 of [\d,]+ rows \(0 B of .+\)", first)
+    assert "open with 1 of " in second

@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tests.ports import free_port
 
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.connector.metrics import describe_tier
 from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import make_offload_key
 from kvtier.offload import CPUOffloadingSpec, ReqContext
@@ -19,7 +21,7 @@ from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
 from kvtier.testing.shared_tier_suite import SharedTierSuite
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, key, keys
-from kvtier.tiers import shared_tier
+from kvtier.tiers import factory, shared_tier
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.prefix_search import CallsAtOnce, search_prefix
 
@@ -89,6 +91,42 @@ def test_a_server_that_is_not_there_is_done_without(caplog: pytest.LogCaptureFix
     assert caplog.text.count("running without it") == 1
     manager.shutdown()
     spec.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["valkey", "object", "mooncake"])
+def test_a_tier_that_opens_is_one_line_with_its_place(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of tiers on servers the log said nothing unless they failed."""
+    caplog.set_level(logging.INFO)
+    places = {
+        "valkey": "valkey://host:6379/2",
+        "object": "s3://bucket/kv at https://host",
+        "mooncake": "host:1",
+    }
+    settings = {
+        "valkey": {"url": "valkey://host:6379/2"},
+        "object": {"url": "s3://bucket/kv", "endpoint": "https://host"},
+        "mooncake": {"master": "host:1", "metadata": "http://host:2/metadata"},
+    }
+    config = engine_config(**{kind: settings[kind]})
+    monkeypatch.setattr(factory, "open_backend", lambda *_: MemoryServer())
+    monkeypatch.setattr(factory, "expect_package", lambda *_: None)
+    tier = factory.make_tier(config.settings.tiers[0], config)
+    assert isinstance(tier, shared_tier.SharedTier)
+    assert tier.wait_open()
+    tier.lend(memoryview(bytearray(1 << 20)))  # which opens it again
+    driver = TierDriver(tier, FaultyBackend(MemoryServer()), StandingClock())
+    driver.wait(tier.is_open)
+    tier.poll()
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    said = f"{kind} tier: {places[kind]}: open with rows of 4.0 KiB"
+    assert record.getMessage().startswith(said)
+    stats = tier.stats()
+    assert (stats.used, stats.capacity, stats.used_bytes, stats.capacity_bytes) == (None,) * 4
+    assert describe_tier(stats).startswith(f"{kind}: 0 promoted"), "neither of them is made up"
+    assert tier.close()
 
 
 def test_a_key_file_that_is_not_there_is_named_with_its_path() -> None:

@@ -173,7 +173,7 @@ class Host:
         failed_blocks: tuple[int, ...] | None = None,
         corrupt: bool = False,
         rank: int | None = None,
-        seconds: float = 0.001,
+        seconds: float | None = 0.001,
     ) -> None:
         """Report a job, on every rank or on one."""
         ranks = range(self.world_size) if rank is None else (rank,)

@@ -298,6 +298,51 @@ def test_config_check_prints_what_was_understood(here: Path, capsys: pytest.Capt
     assert lines["prompt_only"].strip() == "false (default)"
 
 
+def test_config_check_prints_a_line_for_each_setting_of_a_tier(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It printed `(DiskConfig(path=...),)`, cut into lines of a terminal's width."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path = "/mnt" + "/a-long-name" * 10
+    tiers = [
+        {"disk": {"path": path, "capacity": "10GiB"}},
+        {"valkey": {"url": "valkey://user@host:6379/2", "ttl": "1h"}},
+        {"object": {"url": "s3://bucket/prefix"}},
+        {"mooncake": {"master": "host:50051", "metadata": "http://host:8080/metadata"}},
+    ]
+    (here / "c.json").write_text(json.dumps({"cpu": {"capacity": "1GiB"}, "tiers": tiers}))
+    assert main(["config", "check", "c.json"]) == 0
+    out = capsys.readouterr().out
+    assert "Config(" not in out
+    assert "None" not in out
+    lines = dict(line.split(None, 1) for line in out.splitlines())
+    assert lines["tiers[0].disk.path"] == path
+    assert lines["tiers[0].disk.capacity"] == "10.0 GiB, 10,737,418,240 bytes"
+    assert lines["tiers[0].disk.write_limit"] == "40.0 GiB, 42,949,672,960 bytes (default)"
+    assert lines["tiers[1].valkey.url"] == "valkey://user@host:6379/2"
+    assert lines["tiers[1].valkey.ttl"] == "3600 s"
+    assert lines["tiers[2].object.allow_http"] == "false (default)"
+    assert lines["tiers[3].mooncake.segment"].startswith("0: none of this process's memory")
+
+
+def test_config_check_says_that_a_policy_is_only_in_this_folder(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm serve` does not look for modules in its current folder."""
+    code = "from kvtier.policies import LRUPolicy\nclass Class(LRUPolicy): pass"
+    (here / "only_here.py").write_text(code)
+    (here / "c.json").write_text('{"cpu": {"capacity": 1, "policy": "only_here:Class"}}')
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(here))])
+    monkeypatch.delitem(sys.modules, "only_here", raising=False)
+    assert main(["config", "check", "c.json"]) == 0
+    said = capsys.readouterr()
+    assert "cpu.policy                 only_here:Class" in said.out
+    assert f"PYTHONPATH={here}" in one_line(said.err)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
+    assert main(["config", "check", "c.json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_config_check_reads_what_vllm_takes_and_writes_what_we_read(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

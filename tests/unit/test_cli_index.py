@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,27 @@ def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Si
         assert process.wait(PATIENCE) == 0
         assert process.stderr.read() == ""
     publisher.shutdown()
+
+
+def test_what_it_logs_has_time_level_and_name() -> None:
+    """A server's warnings came bare, as Python writes them where nobody has configured logging."""
+    publisher = ZmqEventPublisher(
+        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(heartbeat_interval=0.05)
+    )
+    publisher.publish(KVEventBatch(1.0, [BlockStored([5, 6], None, TOKENS, 4, None, "GPU", None)], 0))
+    follow = f"worker-7={publisher.endpoint},{publisher.replay_endpoint}"
+    command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--follow", follow]
+    with subprocess.Popen([*command, "--block-size", "16"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("serving on ")
+        line = process.stderr.readline()
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    publisher.shutdown()
+    form = (
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.index\.prefix: the index knows less of .*\n"
+    )
+    assert re.fullmatch(form, line), line
 
 
 WRONG = {

@@ -723,15 +723,35 @@ def test_a_limit_that_is_none_is_told_once_and_briefly(
     name: str, limit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client's 20 MB were logged at every question about its request."""
-    host = make_host()
+    clock = Clock()
+    host = make_host(clock=clock)
     host.cache(Request("a", PROMPT, kv_transfer_params={name: limit}))
     caplog.clear()
+    clock.now += 60
     again = Request("b", PROMPT, kv_transfer_params={name: limit})
     for _ in range(3):
         assert host.scheduler.get_num_new_matched_tokens(again, 0) == (24, True)
     (line,) = caplog.messages
     assert name in line
     assert len(line) < 300
+
+
+def test_bad_limits_of_many_requests_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """Any client could fill the log: each of its requests was a line."""
+    clock = Clock()
+    host = make_host(clock=clock)
+    for number in range(100):
+        params = {"max_load_tokens": "all", "max_offload_tokens": -1}
+        host.scheduler.get_num_new_matched_tokens(
+            Request(f"r{number}", PROMPT, kv_transfer_params=params), 0
+        )
+    assert len(caplog.messages) == 1
+    clock.now = 60.0
+    params = {"max_load_tokens": "all"}
+    host.scheduler.get_num_new_matched_tokens(Request("late", PROMPT, kv_transfer_params=params), 0)
+    assert caplog.messages[1].endswith(
+        "the request has no such limit; and 199 more since the last such line"
+    )
 
 
 @pytest.mark.parametrize(("limit", "loaded"), [(0, 0), (7, 4), (8, 8), (2**70, 24), (None, 24)])
@@ -748,3 +768,36 @@ def test_a_queued_request_is_not_explained_as_the_former_one_of_its_id() -> None
     assert host.scheduler.explain("a") is not None
     host.scheduler.on_new_request(Request("a", PROMPT[:3]))
     assert host.scheduler.explain("a") is None
+
+
+@pytest.mark.parametrize("times", [(0.25, 0.75), (0.75, None)])
+def test_seconds_of_a_transfer_are_those_of_the_slowest_rank(times: tuple[float, float | None]) -> None:
+    """The time from the order to the last report contained whole steps: a median of 103 s in a log."""
+    clock = Clock()
+    host = make_host(world_size=2, clock=clock)
+
+    def report(job: int) -> None:
+        for rank, seconds in enumerate(times):
+            clock.now += 50.0  # the pass that computes the blocks, and the steps that carry the reports
+            host.report(job, rank=rank, seconds=seconds)
+
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    blocks = host.blocks(7)
+    host.scheduler.update_state_after_alloc(request, blocks, 0)
+    report(host.run_new(request, blocks).store_jobs["a"])
+    host.scheduler.request_finished(request)
+    report(load(host, Request("b", PROMPT))[0])
+    assert (host.scheduler.stats.stores, host.scheduler.stats.loads) == (1, 1)
+    assert host.scheduler.times.stores.take_recent() == [0.75]
+    assert host.scheduler.times.loads.take_recent() == [0.75]
+
+
+def test_a_transfer_that_no_rank_has_timed_is_counted_and_has_no_seconds() -> None:
+    host = make_host()
+    request, blocks = Request("a", PROMPT), host.blocks(7)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    host.scheduler.update_state_after_alloc(request, blocks, 0)
+    host.report(host.run_new(request, blocks).store_jobs["a"], seconds=None)
+    assert host.scheduler.stats.stores == 1
+    assert host.scheduler.times.stores.take_recent() == []

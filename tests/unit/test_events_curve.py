@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +120,14 @@ def test_keys_that_stay_are_read_once(client: Client, keys: Path, monkeypatch: p
     monkeypatch.setattr(zmq.auth, "load_certificates", None)
     assert made._knows(key)
     made.close()
+
+
+def test_keys_that_cannot_be_read_are_one_line_a_minute(
+    client: Client, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each connect of each client was a line."""
+    made = Gate(client.context, str(keys / "clients"))
+    shutil.rmtree(keys / "clients")
+    assert not any(made._knows(b"k" * 32) for _ in range(20))
+    made.close()
+    assert len(caplog.records) == 1

@@ -437,6 +437,15 @@ def test_a_batch_that_cannot_be_encoded_takes_no_number(
     assert "cannot be encoded" in caplog.text
 
 
+def test_events_that_cannot_be_encoded_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """A client's text goes into events: extra keys, the names of adapters."""
+    with publisher(hash_format="as_is", **PLAIN) as made:
+        for number in range(50):
+            made.publish(batch(stored([number], lora_name=object())))
+        wait_until(lambda: made.stats().unencodable == 50, "all batches")
+    assert len(caplog.records) == 1
+
+
 def test_the_engines_own_classes_are_as_good_as_ours(client: Client) -> None:
     """A publisher registered with vLLM gets vLLM's structs: same names and fields, other classes."""
     fields = [(name, Any) for name in ("block_hashes", "medium", "group_idx", "locality", "ownership")]

@@ -17,7 +17,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys", "namespace", "config_fields", "tier_config"}
+BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "tier_config"}
 BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
@@ -32,15 +32,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "file_hasher": set(),
     "file_systems": set(),
     "namespace": {"digests", "errors"},
+    "log_limit": set(),
     "native": {"errors"},
     "keys": {"errors", "native"},
     "policies": BASE | {"native"},
     "memory_limits": {"config", "errors"},
     "rendezvous": {"errors"},
     "pool": BASE | {"memory_limits", "rendezvous"},
-    "events": {"errors", "keys"},
+    "events": {"errors", "keys", "log_limit"},
     "metrics": {"errors"},
-    "index": {"errors", "events", "keys", "metrics"},
+    "index": {"errors", "events", "keys", "log_limit", "metrics"},
     "transfer": BELOW_TRANSFER | {"native"},
     "tiers": BELOW_TRANSFER,
     "offload": BELOW_OFFLOAD,

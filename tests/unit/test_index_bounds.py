@@ -21,6 +21,7 @@ from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.forms import FORMS
+from kvtier.log_limit import LogLimit
 
 MiB = 1 << 20
 KEYS: list[Any] = ["engine", "xxh3"]
@@ -419,3 +420,15 @@ def test_what_is_lost_after_a_clear_is_logged_again(form: str, caplog: pytest.Lo
             assert len(caplog.records) == turn + 1
             send(index, "a", AllBlocksCleared())
             assert index.incomplete() == {}
+            index._workers["a"].log_limit = LogLimit()  # as if a minute had passed
+
+
+def test_a_worker_that_clears_and_loses_again_and_again_is_one_line(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = PrefixIndex(form=form, block_size=4)
+    with caplog.at_level(logging.WARNING, "kvtier.index"):
+        for _ in range(20):
+            send(index, "a", stored([1], size=8))
+            send(index, "a", AllBlocksCleared())
+    assert len(caplog.records) == 1

@@ -462,6 +462,30 @@ def test_an_empty_dump(client: Client) -> None:
         assert json.loads(body).keys() == {"m:default", 'n":default'}
 
 
+def test_requests_that_fail_are_one_traceback_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever found a request that fails could fill the disk of the log."""
+
+    async def answer(request: HttpRequest) -> Response:
+        raise ZeroDivisionError("a bug")
+
+    async def ask() -> list[bytes]:
+        server = HttpServer(answer)
+        host, port = await server.start("127.0.0.1", 0)
+        found = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /bug HTTP/1.0\r\n\r\n")
+            found.append((await reader.read())[:12])
+            writer.close()
+        await server.close()
+        return found
+
+    assert asyncio.run(ask()) == [b"HTTP/1.1 500"] * 20
+    (record,) = [record for record in caplog.records if record.name == "kvtier.index.http"]
+    assert record.getMessage() == "GET /bug failed"
+    assert record.exc_info is not None
+
+
 def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(caplog: pytest.LogCaptureFixture) -> None:
     async def pieces() -> AsyncGenerator[bytes, None]:
         yield b"[1"

@@ -234,7 +234,6 @@ def test_names_at_metrics_stay() -> None:
         'evictions_total{engine="1",model_name="m"} 0.0',
         'refusals_total{engine="1",model_name="m"} 0.0',
         'used_bytes{engine="1",model_name="m"} 10.0',
-        'capacity_bytes{engine="1",model_name="m"} 0.0',
         'load_seconds_bucket{engine="1",le="0.5",model_name="m"} 1.0',
         'store_seconds_count{engine="1",model_name="m"} 0.0',
         'tier_promoted_total{engine="1",model_name="m",tier="disk"} 3.0',
@@ -242,6 +241,8 @@ def test_names_at_metrics_stay() -> None:
         'tier_demote_seconds_bucket{engine="1",le="+Inf",model_name="m",tier="disk"} 2.0',
     ):
         assert f"vllm:kvtier_{line}\n" in text, line
+    assert "\nvllm:kvtier_capacity_bytes{" not in text, "nobody has told it yet"
+    assert 'used_bytes{engine="0"' not in text
 
 
 def test_a_capacity_of_zero_is_said_once(llama: Path, said: list[str]) -> None:

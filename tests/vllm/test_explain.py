@@ -109,7 +109,7 @@ def test_the_log_tells_of_slow_loads_and_of_losses_at_a_bounded_rate() -> None:
     )
     expected = "68 of 100 prompt tokens were computed; what begins at token 32: failed its check"
     assert said[1].startswith(f"kvtier: request lost: {expected}")
-    assert said[1].endswith("; and 4 requests since the last such line")
+    assert said[1].endswith("; and 4 more since the last such line")
 
 
 def test_levels_and_times_are_shown(llama: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -12,13 +13,14 @@ from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
+from kvtier.cli.streams import remark
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, format_size
 from kvtier.errors import ConfigError
 from kvtier.policies import make_policy
+from kvtier.tier_config import TierConfig
 
 __all__ = ["check_command", "config_app"]
 
@@ -31,15 +33,22 @@ _File = Annotated[
         help="JSON or TOML (*.toml): settings, or all of what vLLM's --kv-transfer-config takes.",
     ),
 ]
-_SIZES = ("capacity", "staging")
+_SIZES = {
+    "capacity": "nothing is kept",
+    "segment": "none of this process's memory is given",
+    "staging": "none",
+    "write_limit": "no limit",
+}
+"""The settings that are sizes, with the meaning of 0."""
+_Part = KVTierConfig | CPUConfig | TierConfig
 
 
 class _Line(NamedTuple):
-    """One setting for display. `default` is `None` if the setting is required."""
+    """One setting for display."""
 
     path: str
     value: object
-    default: object
+    is_default: bool
 
 
 @config_app.command("check")
@@ -60,8 +69,13 @@ def check_command(
 
 
 def _expect_policy(file: Path, path: str, name: str) -> None:
-    if ":" in name:
-        sys.path.insert(0, os.getcwd())  # so that a policy in this folder can be named
+    """Make a policy as an engine would, and refuse one that cannot be made.
+
+    A policy in the current folder is found, too; a remark says that an engine may not look there.
+    """
+    here, looks_here = os.getcwd(), {"", os.getcwd()} & {*sys.path}
+    if ":" in name and not looks_here:
+        sys.path.append(here)
     try:
         make_policy(name, capacity=1)
     except ConfigError as error:
@@ -69,25 +83,41 @@ def _expect_policy(file: Path, path: str, name: str) -> None:
         located = ConfigError(path, problem)
         located.args = (f"{file}: {located}",)
         raise located from None
+    module = sys.modules.get(name.partition(":")[0])
+    if not looks_here and str(getattr(module, "__file__", None)).startswith(os.path.join(here, "")):
+        remark(
+            f"kvtier: {path}: {name} is in the current folder, where an engine such as `vllm serve` does"
+            f" not look; start it with PYTHONPATH={shlex.quote(here)}"
+        )
 
 
 def _print(config: KVTierConfig) -> None:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for line in _lines(config):
-        text = Text(_write(line.path, line.value), style="dim" if line.value == line.default else "")
-        table.add_row(line.path, text.append(" (default)" if line.value == line.default else ""))
-    Console(highlight=False).print(table)
+    """Print a line for each setting, under the path that errors name. Nothing is wrapped or cut off."""
+    parts: list[tuple[str, _Part]] = [("cpu.", config.cpu), ("", config)]
+    parts += [(f"tiers[{at}].{tier.kind}.", tier) for at, tier in enumerate(config.tiers)]
+    lines = [line for prefix, part in parts for line in _lines(prefix, part)]
+    width = max(len(line.path) for line in lines)
+    console = Console(highlight=False)
+    for line in lines:
+        text = Text(f"{line.path:{width}}  ")
+        text.append(
+            _write(line.path, line.value) + (" (default)" if line.is_default else ""),
+            style="dim" if line.is_default else "",
+        )
+        console.print(text, soft_wrap=True)
 
 
-def _lines(config: KVTierConfig) -> Iterator[_Line]:
-    """Yield every setting that is set, in the order of the documentation."""
-    parts: tuple[tuple[str, CPUConfig | KVTierConfig], ...] = (("cpu.", config.cpu), ("", config))
-    for prefix, part in parts:
-        for setting in fields(part):
-            value = getattr(part, setting.name)
-            if setting.name != "cpu" and value not in (None, ()):
-                default = None if setting.default is MISSING else setting.default
-                yield _Line(prefix + setting.name, value, default)
+def _lines(prefix: str, part: _Part) -> Iterator[_Line]:
+    """Yield every setting of a part that is set, in the order of the documentation."""
+    required = {setting.name for setting in fields(part) if setting.default is MISSING}
+    plain = type(part)(
+        **{name: getattr(part, name) for name in required}
+    )  # some defaults follow from others
+    for setting in fields(part):
+        value = getattr(part, setting.name)
+        if setting.name not in ("cpu", "tiers") and value not in (None, ""):
+            is_default = setting.name not in required and value == getattr(plain, setting.name)
+            yield _Line(prefix + setting.name, value, is_default)
 
 
 def _write(path: str, value: object) -> str:
@@ -96,11 +126,7 @@ def _write(path: str, value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if name in _SIZES and isinstance(value, int):
-        return f"{format_size(value)}, {value:,} bytes" if value else "0: nothing is kept"
-    return (
-        f"{value:g} s"
-        if name.endswith("_deadline")
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+        return f"{format_size(value)}, {value:,} bytes" if value else f"0: {_SIZES[name]}"
+    if name.endswith("_deadline") or name == "ttl":
+        return f"{value:g} s"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -82,8 +82,11 @@ def serve_command(
 
     It serves /register, /unregister, /query, /query_by_hash, /workers, /dump, /health and /metrics.
     """
+    import logging
+
     from kvtier.index.server import Access, Settings, read_token, serve
 
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(
         keys=keys.value,
         budget=parse_size(budget, "--budget"),

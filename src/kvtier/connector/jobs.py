@@ -77,6 +77,8 @@ class PlannedJob:
     """Indices into `keys` of chunks that did not arrive whole on some rank."""
     corrupt: set[int] = field(default_factory=set)
     """The indices in `failed` of chunks whose bytes are wrong."""
+    seconds: float | None = None
+    """The transfer's own time on the slowest rank; `None` if no rank has measured it."""
     failed_blocks: set[int] = field(default_factory=set)
     """Positions in the GPU end of blocks that did not arrive on some rank."""
     block_ids: frozenset[int] = field(init=False)
@@ -95,7 +97,11 @@ class PlannedJob:
         A report of an expired job changes only one thing: the rank is done with the job.
         """
         self.missing_ranks.discard(report.rank)
-        if not report.result.success and not self.expired:
+        if self.expired:
+            return
+        if report.result.transfer_time is not None:
+            self.seconds = max(self.seconds or 0.0, report.result.transfer_time)
+        if not report.result.success:
             self._fail(report.result.failed_blocks, report.result.corrupt)
 
     def expire(self) -> None:

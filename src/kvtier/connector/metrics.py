@@ -57,8 +57,8 @@ _POOL_GAUGES = {
     "capacity_bytes": "Host memory for chunks.",
 }
 _TRANSFER_TIMES = {
-    "load_seconds": "Seconds from the order of a load until every worker had reported it.",
-    "store_seconds": "Seconds from the order of a store until every worker had reported it.",
+    "load_seconds": "Seconds that the slowest worker took to move the bytes of a load.",
+    "store_seconds": "Seconds that the slowest worker took to move the bytes of a store.",
 }
 _TIER_COUNTERS = {
     "promoted": "Rows that a tier has brought into the pool.",
@@ -75,8 +75,8 @@ _TIER_COUNTERS = {
     "round_trips": "Round trips that these took.",
 }
 _TIER_GAUGES = {
-    "used_bytes": "Bytes of the rows that a tier holds.",
-    "capacity_bytes": "Bytes of the rows that a tier has room for.",
+    "used_bytes": "Bytes of the rows that a tier holds; not shown for a server, which does not tell it.",
+    "capacity_bytes": "Bytes of the rows that an open tier has room for; not shown for a server.",
     "queued_bytes": "Bytes that wait for a tier's I/O.",
     "stuck": "Rows whose call has not returned although its time was over.",
     "suspended": "1 while a tier gives or takes nothing because its calls failed or hung.",
@@ -202,7 +202,8 @@ def _add_tiers(registry: Registry, manager: TieredOffloadingManager) -> None:
             labels = {"tier": tier.name}
             for name in (*_TIER_COUNTERS, *_TIER_GAUGES):
                 value = tier.suspended is not None if name == "suspended" else getattr(tier, name)
-                samples.setdefault(f"tier_{name}", []).append((labels, int(value)))
+                if value is not None:  # else only the tier's server knows it
+                    samples.setdefault(f"tier_{name}", []).append((labels, int(value)))
             for direction, times in manager.tier_times.items():
                 samples.setdefault(f"tier_{direction}_seconds", []).append((labels, times[tier.name]))
         return samples
@@ -219,6 +220,12 @@ def describe_tiers(manager: TieredOffloadingManager) -> list[str]:
     return lines
 
 
+def _held(tier: TierStats) -> list[str]:
+    if tier.used is None or tier.used_bytes is None or tier.capacity_bytes is None:
+        return []
+    return [f"{tier.used:,} rows ({format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)})"]
+
+
 def _moved(rows: int, how: str, num_bytes: int, seconds: float) -> str:
     return f"{rows:,} {how} ({format_size(num_bytes)} in {seconds:.2f} s of I/O)"
 
@@ -226,7 +233,7 @@ def _moved(rows: int, how: str, num_bytes: int, seconds: float) -> str:
 def describe_tier(tier: TierStats) -> str:
     """Describe in one line what a tier holds, what it moved, and what went wrong, if anything did."""
     parts = [
-        f"{tier.used:,} rows ({format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)})",
+        *_held(tier),
         _moved(tier.promoted, "promoted", tier.promoted_bytes, tier.promote_seconds),
         _moved(tier.demoted, "demoted", tier.demoted_bytes, tier.demote_seconds),
     ]
@@ -241,13 +248,17 @@ def describe_tier(tier: TierStats) -> str:
 
 
 class TransferTimes:
-    """The seconds of loads and stores that succeeded, from the order until every rank had reported."""
+    """The seconds of loads and stores that succeeded, as the slowest rank has measured the transfer itself.
+
+    The time from the order to the last report would contain whole steps: a store waits for the pass that
+    computes its blocks, and reports travel with steps.
+    """
 
     def __init__(self) -> None:
         self.loads, self.stores = Histogram(), Histogram()
 
-    def note(self, job: LoadJob | StoreJob, now: float) -> None:
-        """Note that a job is over."""
-        if not job.failed:
+    def note(self, job: LoadJob | StoreJob) -> None:
+        """Note that a job is over. A job that no rank has timed is left out."""
+        if not job.failed and job.seconds is not None:
             times = self.loads if isinstance(job, LoadJob) else self.stores
-            times.observe(now - job.started)
+            times.observe(job.seconds)

@@ -59,6 +59,7 @@ from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
 from kvtier.keys import OffloadKey
+from kvtier.log_limit import LogLimit
 from kvtier.offload.base import MissReason, OffloadingSpec, ReqContext
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.transfer.base import NULL_BLOCK, TransferResult, TransferSpec
@@ -91,6 +92,7 @@ class OffloadingConnectorScheduler:
         self._settings = spec.config.settings
         self._geometry = ChunkGeometry(spec.config)
         self._clock = clock
+        self._bad_params = LogLimit(clock=clock)
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
         self._prefill = PrefillQueue()
@@ -469,7 +471,7 @@ class OffloadingConnectorScheduler:
         """Record the end of a load, and let its request go on."""
         self.stats.count_load(job)
         now = self._clock()
-        self.times.note(job, now)
+        self.times.note(job)
         self._ended.finished_recving.add(job.req_id)
         if invalid := job.invalid_block_ids():
             self._ended.failed_recving.add(job.req_id)
@@ -535,7 +537,7 @@ class OffloadingConnectorScheduler:
         """
         if not isinstance(job, AuditJob):
             self.stats.count_store(job)
-            self.times.note(job, self._clock())
+            self.times.note(job)
         state = job.request
         if job.job_id in state.store_jobs:
             state.store_jobs.remove(job.job_id)
@@ -660,8 +662,8 @@ class OffloadingConnectorScheduler:
             context = ReqContext(params, request.request_id, stays)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
-            state.store_limit = read_token_limit(params, "max_offload_tokens")
-            state.load_limit = read_token_limit(params, "max_load_tokens")
+            state.store_limit = read_token_limit(params, "max_offload_tokens", self._bad_params)
+            state.load_limit = read_token_limit(params, "max_load_tokens", self._bad_params)
         return state
 
     def _is_of_an_adapter(self, request: RequestView) -> bool:

@@ -23,6 +23,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.connector.metadata import RequestView
 from kvtier.errors import show_value
 from kvtier.keys import OffloadKey, make_offload_keys
+from kvtier.log_limit import LogLimit
 from kvtier.offload.base import MissReason, ReqContext
 from kvtier.transfer.base import NULL_BLOCK
 
@@ -272,14 +273,19 @@ def read_params(params: object) -> dict[str, Any] | None:
     return params if isinstance(params, dict) else None
 
 
-def read_token_limit(params: Mapping[str, Any] | None, name: str) -> int | None:
-    """Return a number of tokens from a request's parameters; `None` if it is absent or not valid."""
+def read_token_limit(params: Mapping[str, Any] | None, name: str, log_limit: LogLimit) -> int | None:
+    """Return a number of tokens from a request's parameters; `None` if it is absent or not valid.
+
+    `log_limit` bounds the lines about numbers that are not valid.
+    """
     limit = None if params is None else params.get(name)
     if limit is None or (type(limit) is int and limit >= 0):
         return limit
-    logger.warning(
-        "kv_transfer_params.%s: expected a number of tokens, got %s; the request has no such limit",
-        name,
-        show_value(limit),
-    )
+    if (more := log_limit.admit()) is not None:
+        logger.warning(
+            "kv_transfer_params.%s: expected a number of tokens, got %s; the request has no such limit%s",
+            name,
+            show_value(limit),
+            more,
+        )
     return None

@@ -86,7 +86,7 @@ def serve_until_killed(connection: Connection[Any, Any], orders: Orders) -> None
 def _serve(engine: Engine, connection: Connection[Any, Any], orders: Orders) -> None:
     manager = _manager_of(engine)
     _await_open(engine, manager)
-    found = manager.tier_stats()[0].used
+    found = manager.tier_stats()[0].used or 0
     warm_up(engine, orders.settings.workload.seed)
     connection.send(Ready(found))
     settings = orders.settings
@@ -136,7 +136,7 @@ def _await_open(engine: Engine, manager: TieredOffloadingManager) -> None:
 def _await_written(engine: Engine, manager: TieredOffloadingManager) -> None:
     """Step until all rows of the pool are on disk, or none has been written for a while."""
     written, until = -1, 0.0
-    while (tier := manager.tier_stats()[0]).used < manager.stats().ready:
+    while ((tier := manager.tier_stats()[0]).used or 0) < manager.stats().ready:
         now = time.monotonic()
         if tier.demoted > written:
             written, until = tier.demoted, now + _STILL_SECONDS

@@ -19,6 +19,7 @@ import zmq
 import zmq.auth
 
 from kvtier.errors import ConfigError, InputError, show_value
+from kvtier.log_limit import LogLimit
 
 __all__ = ["CurveClient", "CurveServer", "Gate", "make_keys"]
 
@@ -127,6 +128,7 @@ class Gate:
         self._read: frozenset[tuple[str, int, int, int]] | None = None
         self._allowed: frozenset[bytes] = frozenset()
         self.denied = 0
+        self._unreadable = LogLimit()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ZAP)
@@ -153,7 +155,9 @@ class Gate:
                 self._allowed = frozenset(zmq.auth.load_certificates(self._dir))
                 self._read = found if self._is_settled(found) else None
         except (OSError, ValueError) as error:
-            logger.warning("cannot read the clients' keys in %s (%s): nobody new may come", self._dir, error)
+            if (more := self._unreadable.admit()) is not None:
+                line = "cannot read the clients' keys in %s (%s): nobody new may come%s"
+                logger.warning(line, self._dir, error, more)
             return False
         return zmq.utils.z85.encode(key) in self._allowed
 

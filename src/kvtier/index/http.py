@@ -19,6 +19,8 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
+from kvtier.log_limit import LogLimit
+
 __all__ = ["Handler", "HttpError", "HttpLimits", "HttpRequest", "HttpServer", "Response"]
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,7 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._tasks: dict[asyncio.Task[None], bool] = {}  # connection -> whether a request is running
         self._unfinished = 0  # bytes of large, unfinished bodies
+        self._failures = LogLimit()
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen, and return the address that clients connect to."""
@@ -254,7 +257,8 @@ class HttpServer:
         except HttpError as error:
             return error.response()
         except Exception:  # the top of a request: its failure must not stop the server
-            logger.exception("%s %s failed", request.method, request.path)
+            if (more := self._failures.admit()) is not None:
+                logger.exception("%s %s failed%s", request.method, request.path, more)
             return _error(500, "the server failed on this request; its log says why")
 
     async def _send(self, client: _Client, response: Response, head: _Head | None = None) -> bool:
@@ -291,7 +295,8 @@ class HttpServer:
         except BaseException as error:
             writer.transport.abort()  # the client must not take a part for the whole
             if isinstance(error, Exception) and not isinstance(error, (OSError, TimeoutError)):
-                logger.exception("an answer broke off")
+                if (more := self._failures.admit()) is not None:
+                    logger.exception("an answer broke off%s", more)
                 raise ConnectionAbortedError from None
             raise
         if in_chunks:

@@ -242,10 +242,12 @@ class PrefixIndex:
                     self.apply(worker, batch)
 
     def _tell(self, worker: KnownWorker) -> None:
-        """Log, once until the next clear, that the index is missing blocks of a worker."""
+        """Log, at most once until the next clear, that the index is missing blocks of a worker."""
         if not worker.problem_logged and (reason := self._reason(worker)):
             worker.problem_logged = True
-            logger.warning("the index knows less of worker %r than it was told: %s", worker.name, reason)
+            if (more := worker.log_limit.admit()) is not None:
+                line = "the index knows less of worker %r than it was told: %s%s"
+                logger.warning(line, worker.name, reason, more)
 
     def _reason(self, worker: KnownWorker) -> str:
         dropped = self._form.table.dropped(worker.number)

@@ -28,6 +28,7 @@ from kvtier.events.subscriber import Limits, Subscriber
 from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.index.base import Hashes, Match
 from kvtier.index.prefix import PrefixIndex
+from kvtier.log_limit import LogLimit
 
 __all__ = [
     "Conflict",
@@ -146,6 +147,7 @@ class Followed:
     """Why batches were not applied, since the replica last began again."""
     ignored: int = 0
     """The number of batches that were not applied."""
+    log_limit: LogLimit = field(default_factory=LogLimit)
 
     @property
     def workers(self) -> list[Worker]:
@@ -363,7 +365,9 @@ class Service:
         if followed.refusal != refusal:
             followed.refusal = refusal
             name, group_key = followed.registration.instance_id, followed.registration.group
-            logger.warning("batches of instance %r of %s are not applied: %s", name, group_key, refusal)
+            if (more := followed.log_limit.admit()) is not None:
+                line = "batches of instance %r of %s are not applied: %s%s"
+                logger.warning(line, name, group_key, refusal, more)
 
     def _take_rank(self, followed: Followed, group: Group, rank: int) -> str:
         """Let a registration without a rank represent one; return why it may not."""

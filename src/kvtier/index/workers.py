@@ -10,6 +10,7 @@ from kvtier.index.base import MAX_AREAS
 from kvtier.index.forms import Allowance, Form
 from kvtier.index.places import Groups
 from kvtier.index.translate import Translator
+from kvtier.log_limit import LogLimit
 
 __all__ = ["DuplicateCounts", "KnownWorker"]
 
@@ -77,6 +78,7 @@ class KnownWorker:
         self.other_size, self.of_other_size = 0, 0
         self.no_area = 0  # blocks refused because no more areas are possible
         self.problem_logged = False  # since the last clear
+        self.log_limit = LogLimit()
 
     @property
     def refused(self) -> int:

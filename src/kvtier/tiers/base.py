@@ -190,10 +190,11 @@ class TierStats:
     """For people: `open`, `suspended`, or the thing that the tier waits for."""
     suspended: str | None
     """Why the tier gives or takes nothing now; `None` if it works."""
-    used: int
-    capacity: int
-    used_bytes: int
-    capacity_bytes: int
+    used: int | None
+    """`None`, as for the next three: a server does not tell what it holds, nor for how much it has room."""
+    capacity: int | None
+    used_bytes: int | None
+    capacity_bytes: int | None
     promoted: int
     promoted_bytes: int
     promote_seconds: float

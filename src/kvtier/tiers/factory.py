@@ -90,6 +90,7 @@ def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) ->
         namespace=config.tier_namespace_nowait,
         threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
         seal_key=_read_seal_key(tier, path),
+        place=tier.place,
     )
     made.required = tier.required
     return made

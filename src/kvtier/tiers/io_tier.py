@@ -120,9 +120,9 @@ class IOTier(Tier):
         """Note the rows whose calls do not return."""
         return
 
-    def _num_rows(self) -> tuple[int, int]:
-        """Return how many rows are held, and how many there is room for; 0 if that is not known."""
-        return 0, 0
+    def _num_rows(self) -> tuple[int, int] | None:
+        """Return how many rows are held, and how many there is room for; `None`: only a server knows."""
+        return None
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -177,6 +177,10 @@ class IOTier(Tier):
         self._problem = line
         self._retry_at = self._clock() + self._backoff
         self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
+
+    def _tell_open(self, place: str, content: str) -> None:
+        """Log that the tier is open, where it is, and with what."""
+        logger.info("%s tier: %s: open with %s", self.name, place, content)
 
     def _note_solved(self) -> None:
         if self._problem is not None:
@@ -308,7 +312,7 @@ class IOTier(Tier):
 
     def stats(self) -> TierStats:
         problems = [health.problem for health in self._health.values() if health.problem is not None]
-        used, capacity = self._num_rows()
+        used, capacity = self._num_rows() or (None, None)
         counts = self._counts
         return TierStats(
             name=self.name,
@@ -317,8 +321,8 @@ class IOTier(Tier):
             suspended=problems[0] if problems else None,
             used=used,
             capacity=capacity,
-            used_bytes=used * self.row_bytes,
-            capacity_bytes=capacity * self.row_bytes,
+            used_bytes=None if used is None else used * self.row_bytes,
+            capacity_bytes=None if capacity is None else capacity * self.row_bytes,
             promoted=counts["promoted"],
             promoted_bytes=counts["promoted_bytes"],
             promote_seconds=self._seconds[Direction.PROMOTE],

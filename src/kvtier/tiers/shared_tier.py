@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 
+from kvtier.config import format_size
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow, Outcome, TierJob, TierMiss, TierResult
@@ -60,10 +61,12 @@ class SharedTier(IOTier):
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
         seal_key: SealKey | None = None,
+        place: str = "a server",
     ) -> None:
         """Begin to open the backend: an I/O thread calls `open_backend`, which may block and may fail.
 
-        With a `seal_key` only rows sealed with that key are accepted; their names depend on it, too.
+        With a `seal_key` only rows sealed with that key are accepted; their names depend on it, too. `place`
+        names the server in the log.
         """
         super().__init__(
             name,
@@ -80,6 +83,7 @@ class SharedTier(IOTier):
         self._num_threads = threads
         self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
+        self._place, self._told_open = place, False
         self._suffix = ""  # of the last reset
         self._known, self._questions = KnownRows(REMEMBERED, clock), Questions()
         # Rows of the current scope that a call works on. No row is written or deleted beside another call.
@@ -113,6 +117,12 @@ class SharedTier(IOTier):
             self._begin_opening(lambda: _with_memory(_WriteOnce(self._open_backend()), memory))
         if not self._is_named:
             self._take_name()
+        if self.is_open() and not self._told_open:
+            self._told_open = True
+            size = format_size(self.row_bytes)
+            self._tell_open(
+                self._place, f"rows of {size}; only the server knows how many it holds and may hold"
+            )
 
     def _take_name(self) -> None:
         """Take the namespace if it is known now."""

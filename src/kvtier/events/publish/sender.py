@@ -27,6 +27,7 @@ from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import AllBlocksCleared, Mark
 from kvtier.events.wire import U64, EventEncoder, batch_ends
+from kvtier.log_limit import LogLimit
 
 __all__ = ["Sender"]
 
@@ -56,6 +57,7 @@ class Sender:
         self.counters = dict.fromkeys(
             ("sent", "joined", "events", "filtered", "unencodable", "left_out", "heartbeats", "snapshots"), 0
         )
+        self._unencodable = LogLimit()
         self._pub = pub
         self._numbers = numbers
         self._counting = config.counting
@@ -95,11 +97,16 @@ class Sender:
             drafts, problems = self.draft(batch.events)
         except UNENCODABLE as error:
             self.counters["unencodable"] += 1
-            logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
+            if (more_lines := self._unencodable.admit()) is not None:
+                line = "a batch of events cannot be encoded and is dropped whole: %s%s"
+                logger.error(line, error, more_lines)
         else:
             if problems:
                 self.counters["unencodable"] += len(problems)
-                logger.error("%d events are dropped: %s", len(problems), "; ".join(problems))
+                if (more_lines := self._unencodable.admit()) is not None:
+                    logger.error(
+                        "%d events are dropped: %s%s", len(problems), "; ".join(problems), more_lines
+                    )
             if rank != self._batch_rank:
                 self.flush()
                 self._batch_rank = rank

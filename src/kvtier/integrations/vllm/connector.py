@@ -44,6 +44,7 @@ from kvtier.integrations.vllm.explain import RequestLog, answer_params
 from kvtier.integrations.vllm.late_stores import EndedRequests
 from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.load_gate import LoadGate
+from kvtier.integrations.vllm.logs import show_messages
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
 from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
 from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
@@ -97,6 +98,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        show_messages(vllm_config.logging_config)
         ours = ConnectorRole.SCHEDULER if role is KVConnectorRole.SCHEDULER else ConnectorRole.WORKER
         self._kinds = [
             get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connector import Explanation
+from kvtier.log_limit import LogLimit
 from kvtier.offload import MissReason
 
 if TYPE_CHECKING:
@@ -63,22 +64,15 @@ class RequestLog:
     def __init__(
         self, tell: Callable[[str], None], load_deadline: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._tell, self._clock = tell, clock
+        self._tell = tell
         self._slow = load_deadline / _SHARE_OF_DEADLINE
-        self._quiet_until = float("-inf")
-        self._withheld = 0
+        self._limit = LogLimit(INTERVAL, clock)
 
     def note(self, req_id: str, explanation: Explanation | None) -> None:
         """Note a request that has ended."""
         problem = None if explanation is None else self._find_problem(explanation)
-        if problem is None:
-            return
-        if (now := self._clock()) < self._quiet_until:
-            self._withheld += 1
-            return
-        more = f"; and {self._withheld:,} requests since the last such line" if self._withheld else ""
-        self._quiet_until, self._withheld = now + INTERVAL, 0
-        self._tell(f"kvtier: request {req_id}: {problem}{more}")
+        if problem is not None and (more := self._limit.admit()) is not None:
+            self._tell(f"kvtier: request {req_id}: {problem}{more}")
 
     def _find_problem(self, explanation: Explanation) -> str | None:
         seconds, prompt = explanation.load_seconds, _prompt_tokens(explanation)

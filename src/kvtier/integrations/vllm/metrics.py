@@ -141,7 +141,8 @@ class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 **({"buckets": metric.buckets} if metric.buckets else {}),
             )
         for name in METRICS:
-            if not is_of_tiers(METRICS[name]):  # shown as 0 before anything is counted
+            # Counts are shown as 0 before anything is counted; a gauge has no value before it is read.
+            if not is_of_tiers(METRICS[name]) and METRICS[name].kind is not MetricKind.GAUGE:
                 for index in per_engine_labelvalues:
                     self._child(name, index)
 

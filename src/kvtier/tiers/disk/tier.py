@@ -226,7 +226,11 @@ class DiskTier(SlotTier):
         if self._suffix is not None:
             self.reset(self._suffix)
         held, slots = len(opened.table), opened.table.num_slots
-        logger.info("disk tier: %s: open with %d of %d rows", opened.files.folder, held, slots)
+        self._tell_open(
+            str(opened.files.folder),
+            f"{held:,} of {slots:,} rows"
+            f" ({format_size(held * self.row_bytes)} of {format_size(slots * self.row_bytes)})",
+        )
 
     # -- a step ------------------------------------------------------------------------------------
 
