@@ -102,12 +102,14 @@ def test_tolerance_grows_with_layers_and_coarser_formats() -> None:
         assert allowed is not None
         return allowed
 
-    assert bound("bfloat16", 2) < bound("bfloat16", 32) < bound("bfloat16", 126) < 0.4
-    assert bound("bfloat16") <= bound("float8_e4m3fn") < bound("float8_e5m2") < 0.3
+    assert (
+        bound("bfloat16", 2) < bound("bfloat16", 32) < bound("bfloat16", 126) < 0.4
+    )  # less than another matrix in a layer of a real model
     assert bound("bfloat16", 2) < bound("float8_e4m3fn", 2)
     quantized = tolerance("bfloat16", "bfloat16", 2, is_quantized=True)
     assert quantized is not None
     assert bound("bfloat16", 2) < quantized < 0.2
+    assert bound("float8_e5m2", 126) < 0.4
     assert tolerance("nvfp4", "bfloat16", 32) is None
 
 
