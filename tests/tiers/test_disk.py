@@ -579,8 +579,7 @@ def test_what_is_in_use_is_not_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_place_is_in_use_until_its_tier_is_closed(tmp_path: Path) -> None:
-    with opened(tmp_path) as driver:
-        driver.store(1)
+    with opened(tmp_path):
         for file in place_of(tmp_path).iterdir():
             os.utime(file, (1, 1))
     (place,) = find_places(tmp_path)

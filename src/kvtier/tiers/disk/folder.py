@@ -204,7 +204,7 @@ def _expect_device(folder: Path, device: int | None) -> None:
             if device not in (None, os.stat(existing).st_dev):
                 raise OutsideError(
                     f"disk tier: {folder}: expected the file system on which it was opened, found another at"
-                    f" {existing}: was it unmounted? Mount it again; a restart uses the folder as it is"
+                    f" {existing}: was it unmounted? Mount it again; a restart would use the folder as it is"
                 )
             return
 
