@@ -38,7 +38,7 @@ from kvtier.tiers.disk.folder import (
     DESCRIPTIONS,
     RECORDS,
     SLOTS,
-    find_places,
+    find_rank_places,
     open_file,
     place_name,
     taken_bytes,
@@ -492,9 +492,7 @@ def _refuse(parent: Path, folder: Path, capacity: int, stride: int) -> NoReturn:
 def _how_to_remove(parent: Path, folder: Path) -> str:
     """Return the command that removes the place beside this one that was not used for the longest time."""
     path = parent.parent
-    places = [
-        place for place in find_places(path) if place.folder.parent == parent and place.folder != folder
-    ]
+    places = [place for place in find_rank_places(parent) if place.folder != folder]
     if not places:
         return f"see `kvtier disk ls {shlex.quote(str(path))}`"
     place = min(places, key=lambda place: place.used_at)

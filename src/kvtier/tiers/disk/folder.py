@@ -38,6 +38,7 @@ __all__ = [
     "DiskPlace",
     "FolderLock",
     "find_places",
+    "find_rank_places",
     "find_ranks",
     "is_owned",
     "open_file",
@@ -266,17 +267,22 @@ def find_ranks(path: Path) -> Iterator[tuple[int, Path]]:
 def find_places(path: Path) -> Iterator[DiskPlace]:
     """Yield the places of all ranks below a folder. `OSError` if it cannot be read."""
     for number, rank in find_ranks(path):
-        owned = is_owned(rank)
-        for folder in sorted(rank.iterdir()):
-            match = _PLACE.fullmatch(folder.name) or _REMOVED.fullmatch(folder.name)
-            if match is None or not folder.is_dir():
-                continue
-            version = int(match[1])
-            header = _peek(folder / RECORDS) if version == VERSION else None
-            with suppress(FileNotFoundError):  # it is being removed
-                times = [file.lstat().st_mtime for file in (*folder.iterdir(), folder)]
-                used_at = max(times[:-1], default=times[-1])
-                yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
+        yield from find_rank_places(rank, number)
+
+
+def find_rank_places(rank: Path, number: int = 0) -> Iterator[DiskPlace]:
+    """Yield the places of a rank's folder. `OSError` if it cannot be read."""
+    owned = is_owned(rank)
+    for folder in sorted(rank.iterdir()):
+        match = _PLACE.fullmatch(folder.name) or _REMOVED.fullmatch(folder.name)
+        if match is None or not folder.is_dir():
+            continue
+        version = int(match[1])
+        header = _peek(folder / RECORDS) if version == VERSION else None
+        with suppress(FileNotFoundError):  # it is being removed
+            times = [file.lstat().st_mtime for file in (*folder.iterdir(), folder)]
+            used_at = max(times[:-1], default=times[-1])
+            yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
 
 
 def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -32,9 +33,11 @@ from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
 from kvtier.tiers.disk.folder import (
+    DiskPlace,
     FolderLock,
-    find_places,
+    find_rank_places,
     find_ranks,
+    is_owned,
     place_name,
     taken_bytes,
     void_places,
@@ -228,16 +231,19 @@ class DiskTier(SlotTier):
             return
         own = self._folder / place_name(namespace, self.row_bytes)
         before = time.time() - self.config.take_over_unused
-        places = [place for place in find_places(self._folder.parent) if place.used_at < before]
+        places: list[DiskPlace] = []
+        for rank, folder in find_ranks(self._folder.parent):
+            if rank == self._rank or (rank >= self._ranks and not is_owned(folder)):
+                with suppress(OSError):  # the folder may be another user's
+                    places += find_rank_places(folder, rank)
         for place in sorted(places, key=lambda place: place.used_at):
-            is_ours = place.rank == self._rank
-            if place.folder.name == own.name or not (is_ours or place.rank >= self._ranks):
+            if place.used_at >= before or place.folder.name == own.name:
                 continue
             room = self._share()[1] - taken_bytes(self._folder) + taken_bytes(own)
             if room >= self.config.capacity // self._ranks // 2:
                 return
             try:
-                (place.remove_owned if is_ours else place.remove)()
+                (place.remove_owned if place.rank == self._rank else place.remove)()
                 line = (
                     "disk tier: %s: removed %s, which nobody has used for %.1f days, to have its space: %s"
                 )
