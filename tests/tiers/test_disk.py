@@ -734,43 +734,55 @@ def test_a_folder_that_vanishes(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "vanished" in caplog.text
 
 
+@pytest.fixture
+def other_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another file system than the test's."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs /dev/shm on a file system of its own")
+    folder = Path(tempfile.mkdtemp(dir=shared))
+    yield folder
+    shutil.rmtree(folder)
+
+
 def test_a_folder_that_is_on_another_file_system_now_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, other_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A tier filled the file system below a lazily unmounted mount point. A link stands for the mount."""
-    other = Path("/dev/shm")
-    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("needs /dev/shm on a file system of its own")
-    mounted = Path(tempfile.mkdtemp(dir=other))
-    try:
-        (tmp_path / "below").mkdir()
-        mount = tmp_path / "mount"
-        mount.symlink_to(mounted)
-        with opened(mount / "kv") as driver:
-            driver.store(1)
-            mount.unlink()
-            mount.symlink_to(tmp_path / "below")
-            driver.clock.now += 6
-            driver.wait(lambda: driver.tier.stats().state != "open")
+    (tmp_path / "below").mkdir()
+    mount = tmp_path / "mount"
+    mount.symlink_to(other_disk)
+    with opened(mount / "kv") as driver:
+        driver.store(1)
+        mount.unlink()
+        mount.symlink_to(tmp_path / "below")
+        driver.clock.now += 6
+        driver.wait(lambda: driver.tier.stats().state != "open")
 
-            def is_refused() -> bool:
-                driver.clock.now += 1
-                return "was it unmounted?" in driver.tier.stats().state
+        def is_refused() -> bool:
+            driver.clock.now += 1
+            return "was it unmounted?" in driver.tier.stats().state
 
-            driver.wait(is_refused)
-            assert list((tmp_path / "below").iterdir()) == [], "nothing is made on the other file system"
-            mount.unlink()
-            mount.symlink_to(mounted)
+        driver.wait(is_refused)
+        assert list((tmp_path / "below").iterdir()) == [], "nothing is made on the other file system"
+        mount.unlink()
+        mount.symlink_to(other_disk)
 
-            def is_open() -> bool:
-                driver.clock.now += 1
-                return driver.tier.stats().state == "open"
+        def is_open() -> bool:
+            driver.clock.now += 1
+            return driver.tier.stats().state == "open"
 
-            driver.wait(is_open)
-            assert driver.fetch(1) == {1: content(1)}, "mounted again, it has its rows"
-        assert "expected the file system on which it was opened" in caplog.text
-    finally:
-        shutil.rmtree(mounted)
+        driver.wait(is_open)
+        assert driver.fetch(1) == {1: content(1)}, "mounted again, it has its rows"
+    assert "expected the file system on which it was opened" in caplog.text
+
+
+def test_a_rank_may_have_a_disk_of_its_own(tmp_path: Path, other_disk: Path) -> None:
+    (tmp_path / "rank-0").symlink_to(other_disk)
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    with opened(tmp_path) as driver:
+        assert driver.fetch(1) == {1: content(1)}
 
 
 @pytest.mark.parametrize("name", ["records", "descriptions", "slots", "../lock"])

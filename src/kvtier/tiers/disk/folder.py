@@ -105,9 +105,9 @@ class FolderLock:
         return cls._take(folder, device, _lock_nowait)
 
     @classmethod
-    def wait(cls, folder: Path, device: int | None = None) -> Self:
+    def wait(cls, folder: Path) -> Self:
         """Block until the folder has no owner, and own it. For folders that are owned for moments only."""
-        return cls._take(folder, device, lambda descriptor: fcntl.flock(descriptor, fcntl.LOCK_EX))
+        return cls._take(folder, None, lambda descriptor: fcntl.flock(descriptor, fcntl.LOCK_EX))
 
     @classmethod
     def _take(cls, folder: Path, device: int | None, lock: Callable[[int], None]) -> Self:

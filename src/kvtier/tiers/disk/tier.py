@@ -201,7 +201,7 @@ class DiskTier(SlotTier):
         if lock is None or not lock.is_held:
             raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
         lock.retake()
-        sharing = FolderLock.wait(self._folder.parent, lock.device)
+        sharing = FolderLock.wait(self._folder.parent)
         try:
             with self._headers:
                 self._take_over(namespace)
