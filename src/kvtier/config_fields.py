@@ -66,6 +66,7 @@ _TIMES = {
     "s": Fraction(1),
     "m": Fraction(60),
     "h": Fraction(3600),
+    "d": Fraction(86400),
 }
 _QUANTITY = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})\s*([a-zA-Z]*)\s*")
 
@@ -86,7 +87,7 @@ def parse_size(value: object, path: str = "") -> int:
 
 
 def parse_duration(value: object, path: str = "") -> float:
-    """Return seconds from `2`, `0.5`, `"500ms"`, `"2s"`, `"5m"` or `"1h"`, a year at most."""
+    """Return seconds from `2`, `0.5`, `"500ms"`, `"2s"`, `"5m"`, `"1h"` or `"30d"`, a year at most."""
     number, factor = _quantity(value, path, _TIMES, "a time such as 500ms, 2s or a number of seconds")
     if number * factor > _LONGEST:
         raise ConfigError(path, f"expected a year (8760h) at most, got {show_value(value)}")

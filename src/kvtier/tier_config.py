@@ -168,7 +168,8 @@ class DiskConfig(_TierTable):
     only when it is offered a second time. `durability`: `periodic` syncs every few seconds, for machines
     that lose power; correct bytes never depend on it. `required`: the engine does not start without this
     tier. `engines` is the number of data-parallel engines that share the capacity. It is needed where the
-    engine does not know that number, as in vLLM with a dense model.
+    engine does not know that number, as in vLLM with a dense model. `take_over_unused`: a start without room
+    removes rows of other models that nobody has used for that long; by default it never does.
     """
 
     kind: ClassVar[str] = "disk"
@@ -180,6 +181,7 @@ class DiskConfig(_TierTable):
     durability: str = setting(one_of("none", "periodic"), "none")
     required: bool = setting(read_flag, False)
     engines: int | None = setting(optional(at_least(1)), None)
+    take_over_unused: float | None = setting(optional(read_duration), None)
 
     def __post_init__(self) -> None:
         read_fields(self, "disk.")

@@ -135,12 +135,14 @@ def serve_azure(container: str) -> Iterator[str]:
 class ToldServer:
     """An HTTP server that gives every request the same answer, or none, and remembers what it was asked.
 
-    It does not answer requests with more than `most` bytes behind the head.
+    It does not answer requests with more than `most` bytes behind the head. Behind an answer it sends up to
+    `endless` zeros more, and counts those that could be sent.
     """
 
-    def __init__(self, answer: bytes | None, most: int = 1 << 40) -> None:
-        self.answer, self._most = answer, most
+    def __init__(self, answer: bytes | None, most: int = 1 << 40, endless: int = 0) -> None:
+        self.answer, self._most, self._endless = answer, most, endless
         self.requests: list[bytes] = []
+        self.num_sent = 0
         self._sock = socket.socket()
         self._sock.bind(("127.0.0.1", 0))
         self._sock.listen(64)
@@ -170,6 +172,10 @@ class ToldServer:
                 self.requests.append(head)
                 if self.answer is not None and _body_bytes(head) <= self._most:
                     client.sendall(self.answer)
+                    zeros = bytes(1 << 16)
+                    for _ in range(self._endless // len(zeros)):
+                        client.sendall(zeros)
+                        self.num_sent += len(zeros)
 
 
 def _read_head(client: socket.socket) -> bytes:

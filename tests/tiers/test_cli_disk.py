@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import xxhash
 from tests.tiers.test_disk import opened, place_of
 
 from kvtier.cli import main
+from kvtier.errors import OutsideError
+from kvtier.keys import OffloadKey
 from kvtier.testing.tier_suite import ROW_BYTES, content, key
+from kvtier.tiers.disk import find_places
+from kvtier.tiers.disk.inspect import check_place
+from kvtier.tiers.disk.records import pack_record
 
 
 @pytest.fixture
@@ -210,3 +219,113 @@ def test_a_folder_that_is_none(tmp_path: Path, command: str, capsys: pytest.Capt
     assert error.count("\n") == 1
     assert "expected the folder of a disk tier: No such file or directory" in error
     assert not (tmp_path / "nowhere").exists()
+
+
+# Damage
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["records", "descriptions", "slots", "../lock"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda file: os.symlink("/dev/zero", file)])
+def test_no_command_waits_for_a_file_that_is_none(
+    path: Path, name: str, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ls` and `check` opened a pipe and waited for somebody to write into it."""
+    place = place_of(path)
+    (place / name).unlink()
+    make(place / name)
+    assert main(["disk", "ls", str(path)]) == 0
+    assert main(["disk", "check", str(path)]) == 1
+    output, errors = capsys.readouterr()
+    assert place.name in output
+    assert errors == ""
+    if name == "../lock" and make is os.mkfifo:
+        assert main(["doctor", "--disk", str(path)]) in (0, 1)
+    assert main(["disk", "gc", str(path), "--all"]) == (1 if name == "../lock" else 0)
+    assert place.exists() == (name == "../lock")
+
+
+def write_header(records: Path, **changes: object) -> None:
+    """Write a header with these values and a right checksum to both pages."""
+    content = records.read_bytes()
+    length = int.from_bytes(content[16:20], "little")
+    values = json.loads(content[20 : 20 + length]) | changes
+    body = json.dumps(values).encode()
+    rest = len(body).to_bytes(4, "little") + body.ljust(4076, b"\0")[:4076]
+    page = content[:8] + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
+    records.write_bytes(page * 2 + content[8192:])
+
+
+ABSURD = [-1, 0, 1, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 64, 10**300, -(10**300)]
+
+
+@pytest.mark.parametrize("field", ["row_bytes", "stride", "slots", "description_bytes", "epoch", "sequence"])
+def test_absurd_numbers_in_a_header_are_a_line(
+    path: Path, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check` ended with a traceback, or took memory for as many slots as the header said."""
+    records = place_of(path) / "records"
+    for number in ABSURD:
+        write_header(records, **{field: number})
+        for command in ("ls", "check"):
+            assert main(["disk", command, str(path)]) in (0, 1)
+            output, errors = capsys.readouterr()
+            assert errors == ""
+            assert output.count("\n") == (2 if command == "ls" else 1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_damage_is_more_than_a_line(path: Path, seed: int) -> None:
+    """Headers and records of random bytes, 2,000 in all: no other exception, no hang, little memory."""
+    place, source = place_of(path), random.Random(seed)
+    whole = {name: (place / name).read_bytes() for name in ("records", "descriptions", "slots")}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(500):
+        damage(place / "records", whole["records"], source)
+        name = source.choice(list(whole))
+        if source.random() < 0.3:
+            os.truncate(place / name, source.choice([0, 1, 4096, 8192, 10_000, len(whole[name]) // 2]))
+        for found in find_places(path):
+            _name = (found.used_at, found.is_removed, found.taken)
+            with suppress(OutsideError):
+                check_place(found, drop=source.random() < 0.2)
+        for name, content_of in whole.items():
+            (place / name).write_bytes(content_of)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < 64 << 10, "KiB"
+
+
+def damage(records: Path, whole: bytes, source: random.Random) -> None:
+    """Change some bytes, or some values of the header with a right checksum, or a record with one."""
+    content_of = bytearray(whole)
+    for _ in range(source.choice([0, 1, 1, 8, 200])):
+        content_of[source.randrange(source.choice([300, len(content_of)]))] = source.randrange(256)
+    if source.random() < 0.5:  # a record with a right checksum and any length
+        slot, length = source.randrange(8), source.choice([0, 1, 4097, 1 << 40, (1 << 64) - 1])
+        scope = int.from_bytes(whole[8192 + 8 : 8192 + 16], "little")
+        key_of = source.randbytes(source.choice([0, 1, 36, 64]))
+        record = pack_record(slot, OffloadKey(key_of), source.randbytes(16), length, scope, -1)
+        content_of[8192 + slot * 128 : 8192 + slot * 128 + 128] = record
+    records.write_bytes(content_of)
+    if source.random() < 0.5:
+        records.write_bytes(whole[:8192] + content_of[8192:])
+        fields = ["row_bytes", "stride", "slots", "description_bytes", "epoch", "sequence", "version"]
+        odd: list[object] = [*ABSURD, None, "x", [], [[[]] * 9], 0.5, {"a": 1e300}, 4096, 8]
+        names = source.sample(
+            [*fields, "prices", "written", "namespace", "unknown"], source.choice([1, 2, 4])
+        )
+        write_header(records, **{name: source.choice(odd) for name in names})
+
+
+def test_deep_headers_and_odd_times(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = place_of(path) / "records"
+    nested: list[object] = []
+    for _ in range(900):
+        nested = [nested]
+    write_header(records, unknown=nested)
+    os.utime(records, ns=(0, 9_000_000_000 * 10**9))
+    assert main(["disk", "ls", str(path)]) == 0
+    write_header(records, namespace="\x1b[31mred\nmodel")
+    assert main(["disk", "ls", str(path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out

@@ -8,10 +8,13 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.cli import main
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
@@ -26,13 +30,14 @@ from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
+from kvtier.testing.memory_tier import MemoryBackend
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
 from kvtier.tiers import factory
 from kvtier.tiers.base import Outcome, TierMiss
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
-from kvtier.tiers.disk.folder import taken_bytes
+from kvtier.tiers.disk.folder import FolderLock, place_name, taken_bytes
 from kvtier.tiers.io_threads import Direction
 
 SLOT_BYTES = ROW_BYTES + 128 + 576
@@ -313,13 +318,13 @@ def test_a_second_owner_runs_without_and_takes_over(
         driver.store(1)
         second = make_tier(tmp_path)
         assert second.wait_open() is False
-        assert "another process is" in (second.problem or "")
+        assert "another tier of this process is" in (second.problem or "")
         assert second.lookup(key(1)) is False
         assert second.explain(key(1)) is TierMiss.NOT_OPEN
         for _ in range(20):
             second._clock.now += 1  # type: ignore[attr-defined]
             second.poll()
-    assert sum("another process" in record.message for record in caplog.records) == 1, (
+    assert sum("only owner" in record.message for record in caplog.records) == 1, (
         "one line, not one a second"
     )
     until = time.monotonic() + PATIENCE
@@ -335,7 +340,7 @@ def test_a_second_owner_runs_without_and_takes_over(
 def test_a_required_tier_is_an_error(tmp_path: Path) -> None:
     with opened(tmp_path):
         second = make_tier(tmp_path, settings={"required": True})
-        with pytest.raises(OutsideError, match=r"only owner, but another process is.*required is true"):
+        with pytest.raises(OutsideError, match=r"only owner, but another tier of .*required is true"):
             second.wait_open()
         second.close()
 
@@ -352,6 +357,90 @@ def test_ranks_share_the_capacity(tmp_path: Path) -> None:
         assert first.tier.stats().capacity == last.tier.stats().capacity == 5
         assert first.tier.lookup(key(2)) is False
     assert [place.rank for place in find_places(tmp_path)] == [0, 3]
+
+
+def open_files(path: Path) -> list[str]:
+    """Return the files below a folder that this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(file for file in found if file.startswith(str(path)))
+
+
+@pytest.mark.parametrize("hanging", ["a row", "the opening", "a save"])
+def test_a_tier_closed_during_a_hang_is_released_when_the_call_returns(
+    tmp_path: Path, hanging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder stayed locked until the process ended, and another process was blamed."""
+    began, release, open_place = threading.Event(), threading.Event(), DiskFiles.open
+
+    def hang(*_arguments: object) -> None:
+        began.set()
+        assert release.wait(PATIENCE)
+
+    def open_late(*arguments: Any) -> Any:
+        hang()
+        return open_place(*arguments)
+
+    if hanging == "the opening":
+        monkeypatch.setattr(DiskFiles, "open", open_late)
+    tier = make_tier(tmp_path)
+    if hanging != "the opening":
+        assert tier.wait_open(), tier.problem
+        driver = TierDriver(tier, FaultyBackend(MemoryBackend()), StandingClock())
+        if hanging == "a row":
+            assert tier._files is not None
+            tier._files.on_write_step = hang
+            assert driver.demote(1)[1] == keys(1)
+        else:
+            monkeypatch.setattr(tier, "_write_down", hang)
+            tier._save_at = float("-inf")
+            tier.poll()
+    while not began.is_set():
+        tier.poll()
+        began.wait(0.01)
+    assert tier.close(0.1) is False
+    monkeypatch.setattr(DiskFiles, "open", open_place)
+    second = make_tier(tmp_path)
+    assert second.wait_open() is False
+    assert "closed while a call did not return" in (second.problem or "")
+    assert "another process" not in (second.problem or "")
+    release.set()
+    until = time.monotonic() + PATIENCE
+    while not second.is_open():
+        assert time.monotonic() < until, second.problem
+        second._clock.now += 1  # type: ignore[attr-defined]
+        second.poll()
+        second.wait_any(0.1)
+    assert len(open_files(tmp_path)) == 4, "the lock and three files, of the second tier alone"
+    assert second.close(PATIENCE)
+    assert open_files(tmp_path) == []
+    assert tier.close() is True
+
+
+def test_a_lock_that_is_taken_after_the_close_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, take = threading.Event(), FolderLock.take_nowait
+    monkeypatch.setattr(FolderLock, "take_nowait", lambda *more: release.wait(PATIENCE) and take(*more))
+    tier = make_tier(tmp_path)
+    assert tier.close(0.1) is False
+    release.set()
+    for thread in tier._io._threads:
+        thread.join(PATIENCE)
+    assert open_files(tmp_path) == []
+    with opened(tmp_path) as driver:
+        driver.store(1)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_open_at_once_never_take_more_than_the_capacity(tmp_path: Path) -> None:
+    """Two real processes, killed in the middle or not. Both had taken the same rest: twice the capacity."""
+    child = Path(__file__).with_name("share_child.py")
+    done = subprocess.run([sys.executable, child, tmp_path, "12"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0.9 < float(done.stdout) <= 1
 
 
 def engine(folder: Path, index: int, engines: int | None, told: int = 1) -> OffloadingConfig:
@@ -421,8 +510,81 @@ def test_old_namespaces_that_take_everything(tmp_path: Path) -> None:
     tier = make_tier(tmp_path, 8, "second")
     assert tier.wait_open() is False
     assert "other models' rows take" in (tier.problem or "")
-    assert "kvtier disk ls and gc" in (tier.problem or "")
+    place = place_of(tmp_path)
+    assert f"`kvtier disk gc {tmp_path} {place.relative_to(tmp_path)}` removes" in (tier.problem or "")
+    assert main(["disk", "gc", str(tmp_path), str(place.relative_to(tmp_path))]) == 0, "beside the tier"
+    clock = tier._clock
+    assert isinstance(clock, StandingClock)
+    until = time.monotonic() + PATIENCE
+    while not tier.is_open():
+        assert time.monotonic() < until, tier.problem
+        clock.now += 1
+        tier.poll()
+        tier.wait_any(0.1)
+    assert tier.stats().capacity == 8, "the running engine takes the room"
     tier.close()
+
+
+def leave(path: Path, namespace: str, slots: int, days: float, rank: int = 0) -> Path:
+    """Leave the place of a model that was last used days ago."""
+    parent = path / f"rank-{rank}"
+    parent.mkdir(parents=True, exist_ok=True)
+    size = taken_bytes(parent) + capacity(slots)
+    DiskFiles.open(parent, namespace, ROW_BYTES, size, 512).files.close()
+    folder, when = parent / place_name(namespace, ROW_BYTES), time.time() - days * 86400
+    for file in folder.iterdir():
+        os.utime(file, (when, when))
+    return folder
+
+
+def test_rows_that_nobody_uses_make_room_for_new_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """New weights never got room in a full folder."""
+    old, older, young = leave(tmp_path, "b", 8, 40), leave(tmp_path, "a", 8, 60), leave(tmp_path, "c", 8, 20)
+    size = {"capacity": taken_bytes(tmp_path)}
+    tier = make_tier(tmp_path, namespace="new", settings=size)
+    assert tier.wait_open() is False, "by default nothing is taken over"
+    assert f"kvtier disk gc {tmp_path} {older.relative_to(tmp_path)}" in (tier.problem or "")
+    tier.close()
+    for days, gone in (("61d", 0), ("30d", 2)):
+        tier = make_tier(tmp_path, namespace="new", settings=size | {"take_over_unused": days})
+        assert tier.wait_open() is (gone > 0)
+        assert [place.exists() for place in (older, old, young)] == [gone < 1, gone < 2, True]
+        tier.close()
+    assert f"removed {older}, which nobody has used for 60.0 days" in caplog.text
+    assert taken_bytes(tmp_path) <= size["capacity"]
+
+
+def test_no_more_is_taken_over_than_half_of_the_share_needs(tmp_path: Path) -> None:
+    large, small = leave(tmp_path, "a", 20, 60), leave(tmp_path, "b", 4, 40)
+    settings = {"capacity": taken_bytes(tmp_path), "take_over_unused": "1d"}
+    with opened(tmp_path, namespace="new", settings=settings) as driver:
+        assert driver.tier.stats().capacity >= 15
+        assert (large.exists(), small.exists()) == (False, True)
+
+
+def test_what_is_in_use_is_not_taken_over(tmp_path: Path) -> None:
+    """Nor what an engine has just closed, nor rows of this model of another rank."""
+    settings = {"capacity": 4 * capacity(4)}
+    with opened(tmp_path, namespace="new", rank=0, ranks=4, settings=settings):
+        pass
+    with opened(tmp_path, namespace="other", rank=1, ranks=4, settings=settings) as driver:
+        driver.store(1)
+        live, left = leave(tmp_path, "third", 2, 60, rank=1), leave(tmp_path, "third", 2, 60, rank=2)
+        own = leave(tmp_path, "new", 2, 60, rank=3)
+        settings |= {"take_over_unused": "1d", "capacity": taken_bytes(tmp_path)}
+        with opened(tmp_path, namespace="new", settings=settings):
+            assert [place.exists() for place in (live, left, own)] == [True, False, True]
+        assert driver.fetch(1) == {1: content(1)}
+
+
+def test_a_place_is_in_use_until_its_tier_is_closed(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        for file in place_of(tmp_path).iterdir():
+            os.utime(file, (1, 1))
+    (place,) = find_places(tmp_path)
+    assert place.used_at > time.time() - 3600
 
 
 def test_another_row_size_has_its_own_place(tmp_path: Path) -> None:
@@ -442,7 +604,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     page = files_module.pack_header(files_module.msgspec.structs.replace(header, version=2))
     records.write_bytes(page * 2 + records.read_bytes()[8192:])
     tier = make_tier(tmp_path, settings={"required": True})
-    with pytest.raises(OutsideError, match=r"found version 2.*kvtier disk gc"):
+    with pytest.raises(OutsideError, match=r"found version 2.*`kvtier disk gc \S+ rank-0/\S+` removes it"):
         tier.wait_open()
     tier.close()
 
@@ -571,6 +733,71 @@ def test_a_folder_that_vanishes(tmp_path: Path, caplog: pytest.LogCaptureFixture
         driver.store(1)
         assert driver.fetch(1) == {1: content(1)}
     assert "vanished" in caplog.text
+
+
+@pytest.fixture
+def other_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another file system than the test's."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs /dev/shm on a file system of its own")
+    folder = Path(tempfile.mkdtemp(dir=shared))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_folder_that_is_on_another_file_system_now_is_refused(
+    tmp_path: Path, other_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tier filled the file system below a lazily unmounted mount point. A link stands for the mount."""
+    (tmp_path / "below").mkdir()
+    mount = tmp_path / "mount"
+    mount.symlink_to(other_disk)
+    with opened(mount / "kv") as driver:
+        driver.store(1)
+        mount.unlink()
+        mount.symlink_to(tmp_path / "below")
+        driver.clock.now += 6
+        driver.wait(lambda: driver.tier.stats().state != "open")
+
+        def is_refused() -> bool:
+            driver.clock.now += 1
+            return "was it unmounted?" in driver.tier.stats().state
+
+        driver.wait(is_refused)
+        assert list((tmp_path / "below").iterdir()) == [], "nothing is made on the other file system"
+        mount.unlink()
+        mount.symlink_to(other_disk)
+
+        def is_open() -> bool:
+            driver.clock.now += 1
+            return driver.tier.stats().state == "open"
+
+        driver.wait(is_open)
+        assert driver.fetch(1) == {1: content(1)}, "mounted again, it has its rows"
+    assert "expected the file system on which it was opened" in caplog.text
+
+
+def test_a_rank_may_have_a_disk_of_its_own(tmp_path: Path, other_disk: Path) -> None:
+    (tmp_path / "rank-0").symlink_to(other_disk)
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    with opened(tmp_path) as driver:
+        assert driver.fetch(1) == {1: content(1)}
+
+
+@pytest.mark.parametrize("name", ["records", "descriptions", "slots", "../lock"])
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    file = place_of(tmp_path) / name
+    file.unlink()
+    os.mkfifo(file)
+    tier = make_tier(tmp_path)
+    assert tier.wait_open() is False
+    assert "expected a regular file" in (tier.problem or "")
+    tier.reset("once")
+    assert tier.close()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -213,6 +213,24 @@ class TestServers:
         finally:
             server.close()
 
+    def test_a_server_that_sends_without_end_costs_one_row(self) -> None:
+        """The range is announced as asked for, and the client would collect all that comes behind it."""
+        length, endless = ROW_BYTES + HEADER_BYTES + 1, 256 << 20
+        head = f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-{length - 1}/{1 << 40}\r\n"
+        dates = 'ETag: "1"\r\nLast-Modified: Mon, 02 Mar 2026 10:00:00 GMT\r\n'
+        answer = f"{head}Content-Length: {1 << 40}\r\n{dates}\r\n".encode()
+        server = ToldServer(answer, endless=endless)
+        try:
+            backend = open_backend(server.endpoint)
+            found = empty(1)
+            assert backend.read([found]) == [b""], "it is deleted then, as other objects that are no rows"
+            assert payload_of(found) == bytes(ROW_BYTES)
+            with pytest.raises(OSError, match="object store"):  # the probe asks for another range
+                backend.probe()
+            assert server.num_sent < endless // 4, "no more than fits into the buffers of sockets"
+        finally:
+            server.close()
+
     def test_a_probe_that_comes_back_shorter(self) -> None:
         answer = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-2/3\r\nContent-Length: 3\r\n"
         dates = b'ETag: "1"\r\nLast-Modified: Mon, 02 Mar 2026 10:00:00 GMT\r\n\r\n'

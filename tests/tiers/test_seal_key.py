@@ -169,7 +169,7 @@ class TestForging:
         threads = IOThreads(backend, threads=1, seal_key=SealKey(SECRET))
         try:
             for seal, payload in self.forge_all():
-                backend.rows[row(1).key] = seal, bytearray(payload)
+                backend.rows[backend.name(row(1))] = seal, bytearray(payload)
                 (report,) = run(threads, Direction.PROMOTE, [row(1)])
                 assert report.outcome is Outcome.FAILED_CHECK
             run(threads, Direction.DEMOTE, [filled(1)])
@@ -185,7 +185,8 @@ class TestForging:
         threads = IOThreads(backend, threads=1)
         try:
             forged = filled(9)
-            backend.rows[row(1).key] = seal_of(SCOPE, row(1).key, forged.pieces), bytearray(forged.pieces[0])
+            seal = seal_of(SCOPE, row(1).key, forged.pieces)
+            backend.rows[backend.name(row(1))] = seal, bytearray(forged.pieces[0])
             assert run(threads, Direction.PROMOTE, [row(1)])[0].outcome is Outcome.DONE
         finally:
             assert threads.close(PATIENCE)

@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +25,7 @@ from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, key,
 from kvtier.tiers import factory, shared_tier
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.prefix_search import CallsAtOnce, search_prefix
+from kvtier.tiers.shared_tier import SharedTier
 
 
 class TestInBatches(SharedTierSuite):
@@ -61,6 +63,41 @@ def test_a_server_that_has_just_said_no_is_not_asked_again_before_rows_are_sent(
 
 
 # As an engine makes them
+
+
+@pytest.mark.parametrize("hanging", ["the opening", "a row"])
+def test_a_tier_closed_during_a_hang_closes_its_backend_when_the_call_returns(hanging: str) -> None:
+    """Once, and after the last call: no other call follows the close of a backend."""
+    closed, release = threading.Event(), threading.Event()
+
+    class Server(MemoryServer):
+        num_closed = 0
+
+        def close(self) -> None:
+            self.num_closed += 1
+            closed.set()
+
+    server = Server()
+    faulty = FaultyBackend(server)
+
+    def open_backend() -> Backend:
+        assert hanging != "the opening" or release.wait(30)
+        return faulty
+
+    tier = SharedTier("valkey", ROW_BYTES, open_backend, namespace=lambda: "model", threads=2)
+    if hanging == "a row":
+        assert tier.wait_open()
+        faulty.hang()
+        driver = TierDriver(tier, faulty, StandingClock())
+        assert driver.demote(1)[1] == keys(1)
+        assert faulty.hanging.wait(30)
+    assert tier.close(0.1) is False
+    assert not closed.is_set()
+    faulty.release()
+    release.set()
+    assert closed.wait(30)
+    assert tier.close()
+    assert server.num_closed == 1
 
 
 def engine_config(**tier: Any) -> OffloadingConfig:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -510,6 +511,26 @@ class TestLateAndLost:
         with scripted(drip) as port, closing(make(f"valkey://127.0.0.1:{port}", timeout=SOON)) as backend:
             assert codes(backend.read([empty(1)])) == [errno.ETIMEDOUT]
             over.set()
+
+    def test_a_value_without_end_takes_no_memory(self) -> None:
+        """It is skipped through one small buffer, until the time is over."""
+
+        def lie(connection: socket.socket) -> None:
+            connection.sendall(b"+PONG\r\n")
+            connection.recv(1 << 16)
+            connection.sendall(b"$%d\r\n" % (1 << 50))
+            while True:
+                connection.sendall(zeros)
+
+        zeros = bytes(1 << 16)
+        with scripted(lie) as port, closing(make(f"valkey://127.0.0.1:{port}", timeout=SOON)) as backend:
+            row = empty(1)
+            tracemalloc.start()
+            try:
+                assert codes(backend.read([row])) == [errno.ETIMEDOUT]
+                assert tracemalloc.get_traced_memory()[1] < 1 << 20
+            finally:
+                tracemalloc.stop()
 
     def test_a_connection_lost_in_the_middle(self) -> None:
         """What was answered counts; the others failed."""

@@ -50,7 +50,7 @@ def ls_command(path: _Folder, as_json: _Json = False) -> None:
         shape = ("", "", "")
         if header is not None:
             shape = header.namespace[:16], format_size(header.row_bytes), f"{header.slots:,}"
-        used_at = datetime.fromtimestamp(place.used_at, UTC).strftime("%Y-%m-%d %H:%M")
+        used_at = _date(place.used_at)
         rows.append((_name(path, place), *shape, format_size(place.taken), used_at, _remark(place)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if places else ():  # whole lines that may wrap, so that names can be copied
@@ -131,6 +131,13 @@ def gc_command(
     elif not results:
         typer.echo("nothing to remove")
     raise typer.Exit(1 if any("error" in result for result in results) else 0)
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, OSError, ValueError):  # a file may have any time
+        return "unknown"
 
 
 def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:

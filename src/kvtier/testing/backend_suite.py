@@ -4,8 +4,8 @@
         def make(self):
             return MyBackend(...)
 
-Every key of the suite has its own place below `NUM_PLACES`, for backends that go by place. Rows have
-`ROW_BYTES`. The second half runs the backend with faults and the real I/O threads: whether rows are
+Every row of the suite has its own place below `NUM_PLACES`, for backends that go by place. Rows have
+`ROW_BYTES` at most. The second half runs the backend with faults and the real I/O threads: whether rows are
 flipped, swapped, torn, cut short, refused or hang, no wrong byte is ever reported as right.
 """
 
@@ -31,15 +31,18 @@ from kvtier.tiers.seal import SealScope, seal_of
 
 __all__ = ["NUM_PLACES", "ROW_BYTES", "BackendSuite"]
 
-NUM_PLACES = 64
+NUM_PLACES = 320
 ROW_BYTES = 8192
+_CHURNED = 64
+"""Rows of the tests with faults."""
 _SCOPE = SealScope("suite")
+_OTHER_SCOPE = SealScope("suite", epoch=1)
 _PATIENCE = 30.0
 
 
-def key(number: int) -> OffloadKey:
+def key(number: int, group: int = 0) -> OffloadKey:
     """Return the key of a row."""
-    return make_offload_key(b"%032d" % number, 0)
+    return make_offload_key(b"%032d" % number, group)
 
 
 def content(number: int, version: int = 0) -> bytes:
@@ -58,6 +61,20 @@ def sealed(number: int, version: int = 0, cuts: tuple[int, ...] = ()) -> Backend
 def empty(number: int, cuts: tuple[int, ...] = ()) -> BackendRow:
     """Return a row to read into."""
     return BackendRow(key(number), _cut(bytearray(ROW_BYTES), cuts), number, _SCOPE.number)
+
+
+def _in_scope(row: BackendRow, scope: SealScope, name: OffloadKey) -> BackendRow:
+    """Return a row with the same bytes and place under another name."""
+    return row._replace(key=name, scope=scope.number, seal=seal_of(scope, name, row.pieces))
+
+
+def _shortened(row: BackendRow, nbytes: int) -> BackendRow:
+    return row._replace(pieces=(row.pieces[0][:nbytes],))
+
+
+def _emptied(row: BackendRow) -> BackendRow:
+    """Return a row of this name to read into."""
+    return row._replace(pieces=(memoryview(bytearray(row.nbytes)),), seal=b"")
 
 
 def _cut(payload: bytearray, cuts: tuple[int, ...]) -> tuple[memoryview, ...]:
@@ -182,6 +199,69 @@ class BackendSuite:
         finally:
             again.close()
 
+    # Names, lengths, numbers
+
+    def test_a_row_that_was_written_is_a_copy(self, backend: Backend) -> None:
+        """The memory of a row is lent for the call; afterwards it holds other chunks."""
+        rows = [sealed(1), sealed(2, cuts=(4096,)), sealed(3, cuts=(1, 5000))]
+        seals = [row.seal for row in rows]
+        assert backend.write(rows) == [None] * 3
+        for row in rows:
+            for piece in row.pieces:
+                piece[:] = bytes(piece.nbytes)
+        found = [empty(number) for number in (1, 2, 3)]
+        assert backend.read(found) == seals
+        assert [payload_of(row) for row in found] == [content(number) for number in (1, 2, 3)]
+        again = [empty(number) for number in (1, 2, 3)]
+        for row in found:
+            row.pieces[0][:] = bytes(ROW_BYTES)
+        backend.read(again)
+        assert [payload_of(row) for row in again] == [content(number) for number in (1, 2, 3)]
+
+    def test_scopes_have_rows_of_their_own(self, backend: Backend) -> None:
+        """Rows of another model or from before a reset have the same keys."""
+        self._expect_apart(backend, [sealed(1), _in_scope(sealed(2), _OTHER_SCOPE, key(1))])
+
+    def test_groups_have_rows_of_their_own(self, backend: Backend) -> None:
+        """Two groups of layers have the same tokens, and so keys with the same hash."""
+        self._expect_apart(backend, [sealed(1), _in_scope(sealed(2), _SCOPE, key(1, group=1))])
+
+    def _expect_apart(self, backend: Backend, rows: list[BackendRow]) -> None:
+        """Expect that of two rows with similar names each is written, read and deleted alone."""
+        first, second = rows
+        backend.delete(rows)
+        assert backend.write([first]) == [None]
+        assert backend.contains(rows) == [True, False]
+        assert backend.read([_emptied(second)]) == [None]
+        assert backend.write([second]) == [None]
+        found = [_emptied(row) for row in rows]
+        assert backend.read(found) == [row.seal for row in rows]
+        assert [payload_of(row) for row in found] == [payload_of(row) for row in rows]
+        backend.delete([first])
+        assert backend.contains(rows) == [False, True]
+        assert backend.read([_emptied(second)]) == [second.seal]
+
+    @pytest.mark.parametrize("nbytes", [1, 4096, 5000, ROW_BYTES - 1])
+    def test_rows_of_other_lengths(self, backend: Backend, nbytes: int) -> None:
+        """A row may be shorter than the longest. Read with another length, it never has its seal."""
+        row = _in_scope(_shortened(sealed(1), nbytes), _SCOPE, key(1))
+        assert backend.write([sealed(0), row, sealed(2)]) == [None] * 3
+        found = [empty(0), _shortened(empty(1), nbytes), empty(2)]
+        assert backend.read(found) == [sealed(0).seal, row.seal, sealed(2).seal]
+        assert [payload_of(each) for each in found] == [content(0), content(1)[:nbytes], content(2)]
+        for other in {nbytes + 1, max(1, nbytes - 1)} - {nbytes}:
+            assert backend.read([_shortened(empty(1), other)])[0] in (None, b"")
+
+    def test_many_rows_in_one_call(self, backend: Backend) -> None:
+        numbers = range(NUM_PLACES)
+        assert backend.write([sealed(number) for number in numbers]) == [None] * NUM_PLACES
+        assert backend.contains([empty(number) for number in numbers]) == [True] * NUM_PLACES
+        found = [empty(number) for number in numbers]
+        assert backend.read(found) == [sealed(number).seal for number in numbers]
+        assert all(payload_of(row) == content(row.place) for row in found)
+        backend.delete([empty(number) for number in numbers if number != 7])
+        assert backend.contains(found) == [number == 7 for number in numbers]
+
     # Behind faults
 
     @pytest.mark.parametrize("seed", range(6))
@@ -201,16 +281,16 @@ class BackendSuite:
     def _churn(self, backend: Backend, plan: BackendFaultPlan, *, check_seals: bool) -> tuple[int, int]:
         """Write and read rows in many versions; count successful reads, and the wrong ones among them."""
         threads = IOThreads(FaultyBackend(backend, plan), threads=4, check_seals=check_seals)
-        source, versions = random.Random(plan.seed), dict.fromkeys(range(NUM_PLACES), 0)
+        source, versions = random.Random(plan.seed), dict.fromkeys(range(_CHURNED), 0)
         done = wrong = 0
         try:
             for turn in range(self.turns):
-                numbers = source.sample(range(NUM_PLACES), 8)
+                numbers = source.sample(range(_CHURNED), 8)
                 for number in numbers:
                     versions[number] = turn
                 written = [sealed(number, turn)._replace(seal=b"") for number in numbers]
                 assert self._run(threads, Direction.DEMOTE, 2 * turn, written)
-                found = [empty(number) for number in source.sample(range(NUM_PLACES), 16)]
+                found = [empty(number) for number in source.sample(range(_CHURNED), 16)]
                 for report in self._run(threads, Direction.PROMOTE, 2 * turn + 1, found):
                     if report.outcome is Outcome.DONE:
                         done += len(report.rows)

@@ -1,8 +1,8 @@
 """Backends in memory, and whole tiers over them: for tests, and the plainest examples of a backend.
 
-`MemoryBackend` keeps rows by key in a dict; it passes `BackendSuite`. `make_memory_tier` is the disk's tier
-without the disk: the same books, threads, seals and suspension. `MemoryServer` goes by scope and key, like
-servers that engines share, and `make_shared_tier` is a tier over it. Threads are real; tests wait for
+`MemoryBackend` keeps rows by scope and key in a dict; it passes `BackendSuite`. `make_memory_tier` is the
+disk's tier without the disk: the same books, threads, seals and suspension. `MemoryServer` stands for a
+server that engines share, and `make_shared_tier` is a tier over it. Threads are real; tests wait for
 results with `wait_any`.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["MemoryBackend", "MemoryServer", "make_memory_tier", "make_shared_tie
 
 
 class MemoryBackend(Backend):
-    """Keeps rows in a dict: seal and bytes by key. Tests may read and spoil `rows`."""
+    """Keeps rows in a dict: seal and bytes by name. Tests may read and spoil `rows`."""
 
     def __init__(self) -> None:
         self.rows: dict[bytes, tuple[bytes, bytearray]] = {}
@@ -34,7 +34,7 @@ class MemoryBackend(Backend):
 
     def name(self, row: BackendRow) -> bytes:
         """Return the name under which a row is kept."""
-        return row.key
+        return b"%016x:%b" % (row.scope, row.key)
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         for row in rows:
@@ -77,9 +77,6 @@ class MemoryServer(MemoryBackend):
         self.questions: list[int] = []
         """The number of rows of each call of `contains`."""
         self.num_written = 0
-
-    def name(self, row: BackendRow) -> bytes:
-        return b"%016x:%b" % (row.scope, row.key)
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         self.num_written += len(rows)

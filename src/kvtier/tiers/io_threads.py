@@ -139,9 +139,12 @@ class IOThreads:
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
         seal_key: SealKey | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the threads. `backend` may be set later, before rows are submitted.
 
+        After `close`, the last thread to end calls `on_end`, once: no call is under way then, however late
+        the last one has returned.
         With a `seal_key` only rows sealed with that key are accepted; the first other row logs a warning.
         `check_seals=False` is a negative control for tests: wrong bytes then pass unnoticed.
         """
@@ -161,6 +164,7 @@ class IOThreads:
         self._stuck_bytes = 0
         self._last: _Call | None = None
         self._closed = False
+        self._alive, self._on_end = threads, on_end
         # Filled by threads, drained by `poll`.
         self._ended: deque[_Ended | _Answer] = deque()
         self._has_ended = threading.Event()
@@ -457,6 +461,11 @@ class IOThreads:
                 self._ended.append(_Ended(task, outcomes, time.perf_counter() - start))
             if not self._has_ended.is_set():
                 self._has_ended.set()
+        with self._lock:
+            self._alive -= 1
+            is_last = self._alive == 0
+        if is_last:
+            self._on_end()
 
     def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
         """Give back the room of an ended batch, and wait for work; `None`: no work will come."""

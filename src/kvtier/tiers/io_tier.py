@@ -14,6 +14,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import compress
 
 from kvtier.errors import KVTierError, OutsideError
@@ -82,7 +83,10 @@ class IOTier(Tier):
             clock=clock,
             check_seals=check_seals,
             seal_key=seal_key,
+            on_end=self._release_all,
         )
+        # Functions that release locks, files and connections. I/O threads change the set.
+        self._releases: set[Callable[[], None]] = set()
         self._health = {
             Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock, longest_backoff),
             Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock, longest_backoff),
@@ -354,6 +358,21 @@ class IOTier(Tier):
 
     def check(self) -> None:
         self._io.check()
+
+    def _release(self, release: Callable[[], None]) -> None:
+        """Release one thing while the tier lives. On an I/O thread."""
+        self._releases.discard(release)
+        release()
+
+    def _release_all(self) -> None:
+        """Release everything after the last call of a closed tier has returned. On an I/O thread.
+
+        A call may return long after `close` has given up waiting for it, and with something new: a lock
+        that was waited for, or a backend.
+        """
+        for release in list(self._releases):
+            with suppress(OSError):
+                self._release(release)
 
     def close(self, timeout: float = 5.0) -> bool:
         if self._closed:

@@ -3,9 +3,10 @@
     {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`value_header`) and the row
 
 An object is written once: if the server can tell that it exists, it stays as it is and counts as stored.
-Rows are sent from their own memory and copied once when they arrive. Of an object that is too long, only
-one byte too many is read. A request, with one quick retry, ends within the time-out of the backend; the
-rest of a batch is not tried if the server did not answer or the time is up.
+Rows are sent from their own memory and copied once when they arrive. Of an object that is too long, not
+much more than a row is read, whatever the server says about its length. A request, with one quick retry,
+ends within the time-out of the backend; the rest of a batch is not tried if the server did not answer or
+the time is up.
 
 Errors are `OSError`s of one line. They never repeat the text of the server or the client library, which may
 hold addresses with signatures. Any thread may call; calls block without the GIL.
@@ -163,12 +164,14 @@ class ObjectBackend(Backend):
         return seal_in(value[:HEADER_BYTES], row)
 
     def _fetch(self, name: str, nbytes: int) -> memoryview:
-        """Return an object; of one that is longer than `nbytes`, a byte more than that.
+        """Return an object; of one that is longer than `nbytes`, a little more than that.
 
-        A range read arrives in one call, and no object makes the client allocate more than a row.
+        The stream stops there: a server may announce this range and send without end. A range that is as
+        long as announced arrives in one piece.
         """
         try:
-            return memoryview(self._obstore.get_range(self._store, name, start=0, length=nbytes + 1))
+            answer = self._obstore.get(self._store, name, options={"range": (0, nbytes + 1)})
+            return memoryview(next(answer.stream(min_chunk_size=nbytes + 1), b""))
         except self._exceptions.BaseError as error:
             if _status(error) == 416:  # an empty object has no range
                 return memoryview(b"")

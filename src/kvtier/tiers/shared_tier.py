@@ -133,19 +133,22 @@ class SharedTier(IOTier):
     def _begin_opening(self, function: Callable[[], Backend]) -> None:
         memory, self._opening = self._memory, True
 
+        def begin() -> Backend:
+            backend = function()
+            self._releases.add(backend.close)
+            return backend
+
         def end(backend: Backend | None, error: BaseException | None) -> None:
             self._opening = False
             if error is not None or backend is None:
                 self._note_problem(error)
-            elif self._closed:
-                backend.close()
             elif memory is not self._memory:  # the memory was lent meanwhile
                 self._begin_opening(partial(_with_memory, backend, self._memory))
             else:
                 self._io.backend = backend
                 self._note_solved()
 
-        self._io.call(function, end)
+        self._io.call(begin, end)
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -447,9 +450,6 @@ class SharedTier(IOTier):
                 raise IntegrityError(f"{self.name} tier: expected that {what}")
 
     def close(self, timeout: float = 5.0) -> bool:
-        backend = self._io.backend
-        if backend is not None and not self._closed:
-            self._io.call_last(backend.close)
         ended = super().close(timeout)
         if ended:
             self._memory = self._io.backend = None

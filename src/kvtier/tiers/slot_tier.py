@@ -223,7 +223,8 @@ class SlotTier(IOTier):
         """Delete rows, then free their slots. Failed deletions are tried again after a successful probe."""
         backend = self._io.backend
         if keys and backend is not None:
-            rows = [BackendRow(key, (), place) for key, place in zip(keys, places, strict=True)]
+            scope = self._scope.number
+            rows = [BackendRow(key, (), place, scope) for key, place in zip(keys, places, strict=True)]
             self._undeleted.update(places)
 
             def end(_value: object, error: BaseException | None) -> None:

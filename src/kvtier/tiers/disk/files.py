@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import secrets
+import shlex
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,15 @@ from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
-from kvtier.tiers.disk.folder import DESCRIPTIONS, RECORDS, SLOTS, place_name, taken_bytes
+from kvtier.tiers.disk.folder import (
+    DESCRIPTIONS,
+    RECORDS,
+    SLOTS,
+    find_rank_places,
+    open_file,
+    place_name,
+    taken_bytes,
+)
 from kvtier.tiers.disk.header import HEADER_BYTES, PAGE_BYTES, VERSION, DiskHeader, pack_header, read_header
 from kvtier.tiers.disk.records import (
     EMPTY,
@@ -46,7 +55,7 @@ from kvtier.tiers.disk.records import (
 )
 from kvtier.tiers.seal import SEAL_BYTES, SealScope
 
-__all__ = ["DiskFiles", "OpenedFiles"]
+__all__ = ["DiskFiles", "OpenedFiles", "PlaceRefused"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +63,10 @@ _READ_AT_ONCE = 64 << 20
 _LONGEST_RUN = 64
 """Rows in one call; the system takes up to 1,024 pieces of memory."""
 _TICK_AT = RECORD_BYTES - TICK.size
+
+
+class PlaceRefused(OutsideError):
+    """Something has to be removed from the folder before this place can be opened; the text says how."""
 
 
 class OpenedFiles(NamedTuple):
@@ -127,7 +140,7 @@ class DiskFiles(Backend):
                 )
             elif _has_records(folder):  # their epoch is not known: use one that no record can have
                 header = msgspec.structs.replace(header, epoch=secrets.randbits(48))
-            files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT)
+            files = cls._open_files(folder, header, os.O_RDWR | os.O_CREAT)
             try:
                 files._take_space()
                 files._save_header(both=True)
@@ -150,26 +163,35 @@ class DiskFiles(Backend):
 
     @classmethod
     def open_again(cls, folder: Path, header: DiskHeader) -> OpenedFiles:
-        """Open an existing place to inspect it. Creates nothing. The caller must hold the folder's lock."""
+        """Open an existing place to inspect it. Creates nothing. The caller must hold the folder's lock.
+
+        The number of slots is that of the records that are there, whatever the header says.
+        """
         with _explained(folder):
-            files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC)
-            scope = SealScope(header.namespace, header.epoch)
-            return OpenedFiles(files, files._read_records(scope), scope)
+            there = max(0, (folder / RECORDS).stat().st_size - HEADER_BYTES) // RECORD_BYTES
+            header = msgspec.structs.replace(header, slots=min(header.slots, there))
+            files = cls._open_files(folder, header, os.O_RDWR)
+            try:
+                scope = SealScope(header.namespace, header.epoch)
+                return OpenedFiles(files, files._read_records(scope), scope)
+            except BaseException:
+                files.close()
+                raise
 
     @classmethod
     def _open_files(cls, folder: Path, header: DiskHeader, flags: int) -> Self:
         opened: list[int] = []
         try:
             for name in (RECORDS, DESCRIPTIONS):
-                opened.append(os.open(folder / name, flags, 0o600))
+                opened.append(open_file(folder / name, flags))
             direct = True
             try:
-                opened.append(os.open(folder / SLOTS, flags | os.O_DIRECT, 0o600))
+                opened.append(open_file(folder / SLOTS, flags | os.O_DIRECT))
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 direct = False
-                opened.append(os.open(folder / SLOTS, flags, 0o600))
+                opened.append(open_file(folder / SLOTS, flags))
                 logger.warning(
                     "disk tier: %s: its file system has no direct I/O; the page cache is used", folder
                 )
@@ -455,15 +477,27 @@ def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
 
 def _refuse(parent: Path, folder: Path, capacity: int, stride: int) -> NoReturn:
     others = _taken_by_others(parent, folder)
-    beside = (
-        f", of which other models' rows take {format_size(others)}: see kvtier disk ls and gc"
-        if others
-        else ""
-    )
-    raise OutsideError(
+    problem = (
         f"disk tier: {folder}: expected room for one row ({format_size(stride)}) in a capacity of"
-        f" {format_size(capacity)}{beside}; raise disk.capacity"
+        f" {format_size(capacity)}"
     )
+    if not others:
+        raise OutsideError(f"{problem}; raise disk.capacity")
+    raise PlaceRefused(
+        f"{problem}, of which other models' rows take {format_size(others)};"
+        f" {_how_to_remove(parent, folder)}, or set disk.take_over_unused, or raise disk.capacity"
+    )
+
+
+def _how_to_remove(parent: Path, folder: Path) -> str:
+    """Return the command that removes the place beside this one that was not used for the longest time."""
+    path = parent.parent
+    places = [place for place in find_rank_places(parent) if place.folder != folder]
+    if not places:
+        return f"see `kvtier disk ls {shlex.quote(str(path))}`"
+    place = min(places, key=lambda place: place.used_at)
+    command = f"kvtier disk gc {shlex.quote(str(path))} {place.folder.relative_to(path)}"
+    return f"`{command}` removes those that were not used for the longest time"
 
 
 def _expect_space(parent: Path, folder: Path, needed: int) -> None:
@@ -477,18 +511,18 @@ def _expect_space(parent: Path, folder: Path, needed: int) -> None:
         )
     if others := _taken_by_others(parent, folder):
         logger.warning(
-            "disk tier: %s: rows of other models, row sizes or versions take %s of the capacity;"
-            " `kvtier disk ls %s` lists and `kvtier disk gc` removes them",
+            "disk tier: %s: rows of other models, row sizes or versions take %s of the capacity; when this"
+            " engine has ended, %s",
             parent,
             format_size(others),
-            parent.parent,
+            _how_to_remove(parent, folder),
         )
 
 
 def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeader | None:
     """Return the header that an earlier process left."""
     try:
-        with (folder / RECORDS).open("rb") as file:
+        with os.fdopen(open_file(folder / RECORDS, os.O_RDONLY), "rb") as file:
             pages = file.read(HEADER_BYTES)
     except FileNotFoundError:
         return None
@@ -498,10 +532,12 @@ def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeade
             logger.warning("disk tier: %s: its header is damaged; it starts empty", folder)
         return None
     if header.version != VERSION or header.namespace != namespace:
-        raise OutsideError(
+        path = folder.parent.parent
+        command = f"kvtier disk gc {shlex.quote(str(path))} {folder.relative_to(path)}"
+        raise PlaceRefused(
             f"disk tier: {folder}: expected version {VERSION} and this model's namespace,"
             f" found version {header.version} and {header.namespace[:16]!r};"
-            " remove it with kvtier disk gc, or choose another path"
+            f" `{command}` removes it; or choose another path"
         )
     if header.description_bytes != description_bytes:
         (folder / DESCRIPTIONS).unlink(missing_ok=True)

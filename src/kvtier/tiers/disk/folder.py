@@ -1,11 +1,13 @@
 """A disk tier's folder: its owner, and a place in it for each namespace, row size and version.
 
+    PATH/lock                                   held with flock while a rank takes its part of the capacity
     PATH/rank-0/lock                            held with flock by the owner
     PATH/rank-0/NAMESPACE-ROWBYTES-v1/          records, descriptions, slots
 
-A tier never touches a place of another model, row size or version; its space counts against the capacity,
-and `kvtier disk gc` removes it. The removal renames the place first, so that a half-removed place is never
-opened. Everything here blocks: I/O threads and the command line only.
+A tier never touches a place of another model, row size or version; its space counts against the capacity.
+`kvtier disk gc` removes it, or a tier that the user lets take over places that nobody uses. The removal
+renames the place first, so that a half-removed place is never opened. Only regular files are opened, since
+anything else may block without end. Everything here blocks: I/O threads and the command line only.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, Self
-from weakref import WeakSet
+from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
 
@@ -36,8 +38,10 @@ __all__ = [
     "DiskPlace",
     "FolderLock",
     "find_places",
+    "find_rank_places",
     "find_ranks",
     "is_owned",
+    "open_file",
     "place_name",
     "taken_bytes",
     "void_places",
@@ -65,8 +69,17 @@ def taken_bytes(folder: Path) -> int:
     return total
 
 
+def open_file(path: Path, flags: int) -> int:
+    """Open a file of a folder, and return its descriptor. Anything but a regular file counts as absent."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "expected a regular file, found something else", str(path))
+    return descriptor
+
+
 class FolderLock:
-    """The ownership of one rank's folder. It ends with the process, however that ends.
+    """The ownership of a folder. It ends with the process, however that ends.
 
     A child that Python forks releases its copy at once: else it would hold the lock of a killed owner. This
     does not cover a child that other code forks without an exec. A POSIX record lock would stay with its
@@ -75,48 +88,88 @@ class FolderLock:
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder
+        self.device = os.stat(folder).st_dev
+        """The file system that the folder is on."""
+        self.has_stuck_call = False
+        """Its tier was closed, and the folder is held until a call returns that had not returned by then."""
+        self.is_locked = True
         self._descriptor: int | None = descriptor
         _LOCKS.add(self)
 
     @classmethod
-    def take_nowait(cls, folder: Path) -> Self:
-        """Make the folder if needed, and own it. `OutsideError` in one line if that fails."""
+    def take_nowait(cls, folder: Path, device: int | None = None) -> Self:
+        """Make the folder if needed, and own it. `OutsideError` in one line if that fails.
+
+        With `device`, the folder must be on that file system.
+        """
+        return cls._take(folder, device, _lock_nowait)
+
+    @classmethod
+    def wait(cls, folder: Path) -> Self:
+        """Block until the folder has no owner, and own it. For folders that are owned for moments only."""
+        return cls._take(folder, None, lambda descriptor: fcntl.flock(descriptor, fcntl.LOCK_EX))
+
+    @classmethod
+    def _take(cls, folder: Path, device: int | None, lock: Callable[[int], None]) -> Self:
         with ExitStack() as undo:
             try:
+                _expect_device(folder, device)
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                _expect_device(folder, device)
+                descriptor = open_file(folder / "lock", os.O_RDWR | os.O_CREAT)
                 undo.callback(os.close, descriptor)
-                _lock(descriptor)
+                lock(descriptor)
+                taken = cls(folder, descriptor)
             except BlockingIOError:
-                raise OutsideError(
-                    f"disk tier: {folder}: expected to be its only owner, but another process is;"
-                    " give each engine its own path, or end the other"
-                ) from None
+                raise _owned(folder, descriptor) from None
             except OSError as error:
                 raise OutsideError(
                     f"disk tier: {folder}: expected a folder that can be written to: {error.strerror};"
                     " check the path, its owner and how it is mounted"
                 ) from None
             undo.pop_all()
-        return cls(folder, descriptor)
+        return taken
+
+    def let_go(self) -> None:
+        """Let other processes own the folder until `retake`, e.g. to remove something from it."""
+        if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.is_locked = False
+
+    def retake(self) -> None:
+        """Own the folder again. `OutsideError` in one line if another process does."""
+        if self._descriptor is not None:
+            try:
+                _lock_nowait(self._descriptor)
+            except BlockingIOError:
+                raise _owned(self.folder, self._descriptor) from None
+            self.is_locked = True
 
     @property
     def is_held(self) -> bool:
         """Whether the folder is still there and still ours."""
         with suppress(OSError):
+            return self.is_file(os.stat(self.folder / "lock"))
+        return False
+
+    def is_file(self, file: os.stat_result) -> bool:
+        """Say whether this is the lock of that file."""
+        with suppress(OSError):
             if self._descriptor is not None:
-                found, ours = os.stat(self.folder / "lock"), os.fstat(self._descriptor)
-                return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+                ours = os.fstat(self._descriptor)
+                return (file.st_dev, file.st_ino) == (ours.st_dev, ours.st_ino)
         return False
 
     def release(self) -> None:
         """Release the folder. Idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        _LOCKS.discard(self)
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-_LOCKS: WeakSet[FolderLock] = WeakSet()
+_LOCKS: set[FolderLock] = set()
+"""The locks of this process that are not released."""
 
 
 def _release_all() -> None:
@@ -125,6 +178,36 @@ def _release_all() -> None:
 
 
 os.register_at_fork(after_in_child=_release_all)
+
+
+def _owned(folder: Path, descriptor: int) -> OutsideError:
+    """Return the error about a lock that is taken, with its owner as far as that is known."""
+    file = os.fstat(descriptor)
+    ours = [lock for lock in list(_LOCKS) if lock.is_locked and lock.is_file(file)]
+    if any(lock.has_stuck_call for lock in ours):
+        owner = "a tier of this process was, and was closed while a call did not return"
+        remedy = "it is free when that call has returned, or the process has ended"
+    elif ours:
+        owner = "another tier of this process is"
+        remedy = "give each tier its own path, or close the other"
+    else:
+        owner, remedy = "another process is", "give each engine its own path, or end the other"
+    return OutsideError(f"disk tier: {folder}: expected to be its only owner, but {owner}; {remedy}")
+
+
+def _expect_device(folder: Path, device: int | None) -> None:
+    """Raise `OutsideError` if a folder, or the nearest parent that exists, is not on this file system.
+
+    A mount point that was unmounted is an empty folder of the file system below it.
+    """
+    for existing in (folder, *folder.parents):
+        with suppress(FileNotFoundError):
+            if device not in (None, os.stat(existing).st_dev):
+                raise OutsideError(
+                    f"disk tier: {folder}: expected the file system on which it was opened, found another at"
+                    f" {existing}: was it unmounted? Mount it again; a restart would use the folder as it is"
+                )
+            return
 
 
 class DiskPlace(NamedTuple):
@@ -152,6 +235,13 @@ class DiskPlace(NamedTuple):
         `OutsideError` if a process owns it, or some of it cannot be removed.
         """
         lock = FolderLock.take_nowait(self.folder.parent)
+        try:
+            self.remove_owned()
+        finally:
+            lock.release()
+
+    def remove_owned(self) -> None:
+        """Remove the place and all rows in it. The caller owns its rank's folder."""
         folder = self.folder
         try:
             if folder.is_symlink():
@@ -165,8 +255,6 @@ class DiskPlace(NamedTuple):
             raise OutsideError(
                 f"disk tier: {self.folder}: expected to remove all of it: {why}{left}"
             ) from None
-        finally:
-            lock.release()
 
 
 def find_ranks(path: Path) -> Iterator[tuple[int, Path]]:
@@ -179,15 +267,22 @@ def find_ranks(path: Path) -> Iterator[tuple[int, Path]]:
 def find_places(path: Path) -> Iterator[DiskPlace]:
     """Yield the places of all ranks below a folder. `OSError` if it cannot be read."""
     for number, rank in find_ranks(path):
-        owned = is_owned(rank)
-        for folder in sorted(rank.iterdir()):
-            match = _PLACE.fullmatch(folder.name) or _REMOVED.fullmatch(folder.name)
-            if match is not None and folder.is_dir():
-                version = int(match[1])
-                header = _peek(folder / RECORDS) if version == VERSION else None
-                times = [file.lstat().st_mtime for file in (*folder.iterdir(), folder)]
-                used_at = max(times[:-1], default=times[-1])
-                yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
+        yield from find_rank_places(rank, number)
+
+
+def find_rank_places(rank: Path, number: int = 0) -> Iterator[DiskPlace]:
+    """Yield the places of a rank's folder. `OSError` if it cannot be read."""
+    owned = is_owned(rank)
+    for folder in sorted(rank.iterdir()):
+        match = _PLACE.fullmatch(folder.name) or _REMOVED.fullmatch(folder.name)
+        if match is None or not folder.is_dir():
+            continue
+        version = int(match[1])
+        header = _peek(folder / RECORDS) if version == VERSION else None
+        with suppress(FileNotFoundError):  # it is being removed
+            times = [file.lstat().st_mtime for file in (*folder.iterdir(), folder)]
+            used_at = max(times[:-1], default=times[-1])
+            yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
 
 
 def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:
@@ -199,7 +294,7 @@ def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:
     ending = f"-{row_bytes}-v{VERSION}" if namespace is None else place_name(namespace, row_bytes)
     for place in folder.iterdir():
         if _PLACE.fullmatch(place.name) is not None and place.name.endswith(ending):
-            with suppress(FileNotFoundError), (place / RECORDS).open("r+b") as records:
+            with suppress(FileNotFoundError), _open_records(place / RECORDS, os.O_RDWR) as records:
                 header = read_header(records.read(HEADER_BYTES))
                 if header is not None:
                     epoch, sequence = header.epoch + 1, header.sequence + 1
@@ -211,12 +306,17 @@ def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:
 
 
 def _peek(records: Path) -> DiskHeader | None:
-    with suppress(OSError), records.open("rb") as file:
-        return read_header(file.read(HEADER_BYTES))
+    with suppress(OSError), _open_records(records, os.O_RDONLY) as file:
+        header = read_header(file.read(HEADER_BYTES))
+        return header if header is not None and header.version == VERSION else None
     return None
 
 
-def _lock(descriptor: int) -> None:
+def _open_records(records: Path, flags: int) -> BinaryIO:
+    return os.fdopen(open_file(records, flags), "rb" if flags == os.O_RDONLY else "r+b")
+
+
+def _lock_nowait(descriptor: int) -> None:
     """Lock a file. Retries for a moment, because `is_owned` locks the file briefly."""
     for left in reversed(range(_LOCK_TRIES)):
         try:
@@ -231,7 +331,7 @@ def _lock(descriptor: int) -> None:
 def is_owned(folder: Path) -> bool:
     """Say whether a process owns a rank's folder now."""
     with suppress(OSError):
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_file(folder / "lock", os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

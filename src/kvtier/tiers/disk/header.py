@@ -3,7 +3,8 @@
     magic `kvtdisk1` | XXH3-64 of the rest, u64 | length u32 | JSON, `length` bytes
 
 The whole page with the higher sequence counts, so an interrupted write loses only itself. A new epoch is
-written to both pages, so that no older page brings an older epoch back. Pure functions; any thread.
+written to both pages, so that no older page brings an older epoch back. A page whose numbers cannot be those
+of any place is not whole. Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
+from kvtier.config import ROW_ALIGNMENT
 from kvtier.errors import OutsideError
 
 __all__ = ["HEADER_BYTES", "PAGE_BYTES", "VERSION", "DiskHeader", "pack_header", "read_header"]
@@ -22,6 +24,9 @@ HEADER_BYTES = 2 * PAGE_BYTES
 
 _MAGIC = b"kvtdisk1"
 _BODY_AT = 20
+_MOST_SLOTS = 1 << 32
+"""A record has 32 bits for the number of its slot."""
+_MOST_BYTES = 1 << 62
 
 
 class DiskHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +75,21 @@ def _read_page(page: bytes) -> DiskHeader | None:
     ):
         return None
     try:
-        return msgspec.json.decode(rest[4 : 4 + int.from_bytes(rest[:4], "little")], type=DiskHeader)
-    except msgspec.DecodeError:
+        header = msgspec.json.decode(rest[4 : 4 + int.from_bytes(rest[:4], "little")], type=DiskHeader)
+    except (msgspec.DecodeError, RecursionError):
         return None
+    return header if header.version != VERSION or _is_possible(header) else None
+
+
+def _is_possible(header: DiskHeader) -> bool:
+    """Say whether a place can have these numbers."""
+    return (
+        0 < header.row_bytes <= header.stride == -(-header.row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        and 0 <= header.slots <= _MOST_SLOTS
+        and header.slots * header.stride < _MOST_BYTES
+        and header.stride < _MOST_BYTES
+        and 0 <= header.description_bytes < _MOST_SLOTS
+        and 0 <= header.epoch < _MOST_BYTES
+        and 0 <= header.sequence < _MOST_BYTES
+        and header.namespace.isprintable()
+    )

@@ -51,6 +51,8 @@ def check_place(
         opened = DiskFiles.open_again(place.folder, place.header)
         try:
             return _check(opened, drop, advance)
+        except (OSError, MemoryError) as error:
+            raise OutsideError(f"disk tier: {place.folder}: cannot be checked: {error}") from None
         finally:
             opened.files.close()
     finally:

@@ -18,6 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +31,17 @@ from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
-from kvtier.tiers.disk.files import DiskFiles
-from kvtier.tiers.disk.folder import FolderLock, find_ranks, taken_bytes, void_places
+from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
+from kvtier.tiers.disk.folder import (
+    DiskPlace,
+    FolderLock,
+    find_rank_places,
+    find_ranks,
+    is_owned,
+    place_name,
+    taken_bytes,
+    void_places,
+)
 from kvtier.tiers.io_threads import Direction
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -104,6 +115,7 @@ class DiskTier(SlotTier):
         self._description_bytes = description_bytes
         self._namespace = namespace
         self._lock: FolderLock | None = None
+        self._device: int | None = None  # the file system of the folder since it was first locked
         self._files: DiskFiles | None = None
         self.where, self.required = f"disk tier: {self._folder}", config.required
         self._lost: str | None = None
@@ -136,10 +148,17 @@ class DiskTier(SlotTier):
             return
         if self._lock is None:
             self._opening = True
-            self._io.call(lambda: FolderLock.take_nowait(self._folder), self._end_owning)
+            self._io.call(self._own, self._end_owning)
         elif (namespace := self._namespace()) is not None:
             self._opening = True
             self._io.call(lambda: self._open(namespace), self._end_opening)
+
+    def _own(self) -> FolderLock:
+        """Lock the folder; after the first time, only on the same file system. On an I/O thread."""
+        lock = FolderLock.take_nowait(self._folder, self._device)
+        self._releases.add(lock.release)
+        self._device = lock.device
+        return lock
 
     def _end_owning(self, lock: FolderLock | None, error: BaseException | None) -> None:
         self._opening = False
@@ -153,19 +172,8 @@ class DiskTier(SlotTier):
 
     def _open(self, namespace: str) -> _Opened:
         """Open the place and fill a table. On an I/O thread."""
-        if self._lock is not None and not self._lock.is_held:
-            raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
-        with self._headers:
-            share, left = self._share()
-            if left < share and self._may_wait:
-                DiskFiles.shrink(self._folder, namespace, self.row_bytes, share, self._description_bytes)
-                raise OutsideError(
-                    f"disk tier: {self._folder}: expected {format_size(share)} of disk.capacity, other ranks"
-                    f" leave {format_size(left)}; they give the rest back when they open"
-                )
-            files, found, scope = DiskFiles.open(
-                self._folder, namespace, self.row_bytes, left, self._description_bytes, share
-            )
+        files, found, scope = self._open_files(namespace)
+        self._releases.add(files.close)
         try:
             slots = files.header.slots
             table = SlotTable(slots, make_policy(self.config.policy, slots))
@@ -175,13 +183,74 @@ class DiskTier(SlotTier):
             files.ticks = table.ticks
             newest = found.slots[np.argsort(-found.ticks, kind="stable")]
         except BaseException:
-            files.close()
+            self._release(files.close)
             raise
         if len(found.damaged):
             logger.warning(
                 "disk tier: %s: %d damaged records were left out", files.folder, len(found.damaged)
             )
         return _Opened(files, table, scope, newest)
+
+    def _open_files(self, namespace: str) -> OpenedFiles:
+        """Take this rank's part of the capacity, and open the files of the place. On an I/O thread.
+
+        Ranks do this one after the other, or two of them would take the same space. A tier that is refused
+        lets the folder go, so that the command in the refusal can make room.
+        """
+        lock = self._lock
+        if lock is None or not lock.is_held:
+            raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
+        lock.retake()
+        sharing = FolderLock.wait(self._folder.parent)
+        try:
+            with self._headers:
+                self._take_over(namespace)
+                share, left = self._share()
+                if left < share and self._may_wait:
+                    DiskFiles.shrink(self._folder, namespace, self.row_bytes, share, self._description_bytes)
+                    raise OutsideError(
+                        f"disk tier: {self._folder}: expected {format_size(share)} of disk.capacity, other"
+                        f" ranks leave {format_size(left)}; they give the rest back when they open"
+                    )
+                return DiskFiles.open(
+                    self._folder, namespace, self.row_bytes, left, self._description_bytes, share
+                )
+        except PlaceRefused:
+            lock.let_go()
+            raise
+        finally:
+            sharing.release()
+
+    def _take_over(self, namespace: str) -> None:
+        """Remove places that nobody has used for as long as the user says. On an I/O thread.
+
+        The place that was not used for the longest time goes first, until this one has room for half of its
+        share. Places of this rank count, and of ranks beyond the current number: these reduce the share.
+        """
+        if self.config.take_over_unused is None:
+            return
+        own = self._folder / place_name(namespace, self.row_bytes)
+        before = time.time() - self.config.take_over_unused
+        places: list[DiskPlace] = []
+        for rank, folder in find_ranks(self._folder.parent):
+            if rank == self._rank or (rank >= self._ranks and not is_owned(folder)):
+                with suppress(OSError):  # the folder may be another user's
+                    places += find_rank_places(folder, rank)
+        for place in sorted(places, key=lambda place: place.used_at):
+            if place.used_at >= before or place.folder.name == own.name:
+                continue
+            room = self._share()[1] - taken_bytes(self._folder) + taken_bytes(own)
+            if room >= self.config.capacity // self._ranks // 2:
+                return
+            try:
+                (place.remove_owned if place.rank == self._rank else place.remove)()
+                line = (
+                    "disk tier: %s: removed %s, which nobody has used for %.1f days, to have its space: %s"
+                )
+                days = (time.time() - place.used_at) / 86400
+                logger.warning(line, own, place.folder, days, format_size(place.taken))
+            except OutsideError as error:
+                logger.warning("%s", error)
 
     def _share(self) -> tuple[int, int]:
         """Return this rank's share of the capacity, and how many bytes of it are free of other ranks' files.
@@ -311,6 +380,7 @@ class DiskTier(SlotTier):
             _save_epoch(put_down_epoch, nobody, lambda pause: not never.wait(min(pause, 0.2)))
         if files is not None:
             self._write_down(files)
+            files.save_header()  # its time says when the place was last used
 
     def _end_saving(self, _value: object, error: BaseException | None) -> None:
         self._saving = False
@@ -338,7 +408,7 @@ class DiskTier(SlotTier):
             return  # calls still use the old slots and files: try again at the next poll
         self._lost = None
         if self._files is not None:
-            self._io.call(self._files.close, _ignore)
+            self._io.call(partial(self._release, self._files.close), _ignore)
         self._disown()
         self._files = self._table = self._io.backend = None
         self._delete_again.clear()
@@ -349,7 +419,7 @@ class DiskTier(SlotTier):
     def _disown(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            self._io.call(lock.release, _ignore)
+            self._io.call(partial(self._release, lock.release), _ignore)
 
     # -- resets and prices -------------------------------------------------------------------------
 
@@ -401,7 +471,7 @@ class DiskTier(SlotTier):
         While the tier is not open, it voids the rows of the tier's place, or of all namespaces if the
         namespace is not known.
         """
-        files, epoch, namespace = self._files, self._scope.epoch, self._namespace()
+        files, lock, epoch, namespace = self._files, self._lock, self._scope.epoch, self._namespace()
 
         def save(written: threading.Event) -> None:
             if files is not None:
@@ -410,6 +480,8 @@ class DiskTier(SlotTier):
                 files.sync_header()
             else:
                 with self._headers:
+                    if lock is not None:
+                        lock.retake()
                     void_places(self._folder, namespace, self.row_bytes)
 
         return save
@@ -440,13 +512,9 @@ class DiskTier(SlotTier):
         put_down_epoch = self._epoch_writer() if self._epoch_unsaved and self._lock is not None else None
         if first and (put_down_epoch is not None or self._table is not None):
             self._io.call_last(lambda: self._write_last(files, put_down_epoch))
-        ended = super().close(timeout)
-        if ended and self._files is not None:
-            self._files.close()
-        if ended and self._lock is not None:
-            self._lock.release()
-            self._lock = None
-        return ended
+        if self._lock is not None:
+            self._lock.has_stuck_call = True  # if it is not released by the time that `close` returns
+        return super().close(timeout)
 
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
