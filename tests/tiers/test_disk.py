@@ -608,10 +608,47 @@ def test_a_hung_disk_does_not_hang_the_start(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(DiskFiles, "open", lambda *_arguments: release.wait() and None)
     tier = make_tier(tmp_path)
     assert tier.wait_open(0.2) is False
-    assert tier.lookup(key(1)) is False
+    assert tier.lookup(key(1)) is None, "it may still open"
+    tier._clock.now += 10  # type: ignore[attr-defined]
+    assert tier.lookup(key(1)) is False, "nobody waits for it any more"
     assert not tier.has_pending_work()
     assert tier.close(0.1) is False
     release.set()
+
+
+def test_it_opens_without_being_polled(tmp_path: Path) -> None:
+    """An idle engine makes no step: the next lookup finds the rows of the earlier process."""
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    name: list[str | None] = [None]
+    tier = make_tier(tmp_path, namespace=lambda: name[0])
+    assert tier.lookup_many([key(1)]) == [None], "a request may wait for it"
+    name[0] = "model"
+    wait_ended(tier)
+    assert tier.lookup_many([key(1), key(2)]) == [True, False]
+    tier.check()
+    tier.close()
+
+
+def test_it_takes_over_without_being_polled(tmp_path: Path) -> None:
+    """The former owner may go while the engine is idle."""
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        second = make_tier(tmp_path)
+        assert second.wait_open() is False
+        assert second.lookup(key(1)) is False, "nobody waits for another process"
+    second._clock.now += 10  # type: ignore[attr-defined]
+    wait_ended(second)
+    assert second.lookup(key(1)) is True
+    second.close()
+
+
+def wait_ended(tier: DiskTier) -> None:
+    """Block until the thread that opens a tier has opened it, without polling the tier."""
+    until = time.monotonic() + PATIENCE
+    while not tier._io._ended:
+        assert time.monotonic() < until, tier.problem
+        tier._io.wait_any(0.1)
 
 
 def test_periodic_durability_syncs_rows_before_records(

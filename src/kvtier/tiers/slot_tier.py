@@ -78,12 +78,18 @@ class SlotTier(IOTier):
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        self._take_opened()
         table = self._readable()
-        return [False] * len(keys) if table is None else [*table.ready(_as_list(keys))]
+        if table is None:
+            return [None if self.is_awaited() else False] * len(keys)
+        return [*table.ready(_as_list(keys))]
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int:
+    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int | None:
+        self._take_opened()
         table = self._readable()
-        return 0 if table is None else table.leading(_as_list(keys))
+        if table is None:
+            return None if keys and self.is_awaited() else 0
+        return table.leading(_as_list(keys))
 
     def explain(self, key: OffloadKey) -> TierMiss | None:
         table = self._table

@@ -1,9 +1,10 @@
 """`DiskTier`: rows in files that outlive the process.
 
-It opens itself on its I/O threads: first it locks the folder; then, when the namespace is known, it opens
-that namespace's place, reads the records and has the rows of the earlier process. Until then it holds
-nothing. A failed attempt is repeated with growing pauses. So a second engine on one folder runs without the
-tier and takes over when the first has gone, and a folder that has vanished is made again.
+It opens itself on an I/O thread, without a step of the engine: first it locks the folder; then, when the
+namespace is known, it opens that namespace's place, reads the records and has the rows of the earlier
+process. Until then it holds nothing, and requests may wait for it (`IOTier.is_awaited`). A failed attempt is
+repeated with growing pauses. So a second engine on one folder runs without the tier and takes over when the
+first has gone, and a folder that has vanished is made again.
 
 Restored rows are announced in slices, newest first, with the descriptions that were kept. Every few seconds
 the tier saves last uses, prices and the count of the write limit. A reset writes a new epoch before any
@@ -111,7 +112,6 @@ class DiskTier(SlotTier):
         self._epoch_unsaved = self._epoch_saving = False
         self._epoch_at = 0.0
         self._epoch_written = threading.Event()
-        self._ending = threading.Event()
         self._headers = threading.Lock()  # for headers of places; on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
@@ -123,33 +123,21 @@ class DiskTier(SlotTier):
         self._describing = False
         self._saving = False
         self._save_at = 0.0
-        self._advance()
+        self._begin_opening(self._open_once, self._use)
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def lacks_namespace(self) -> bool:
-        return self._lock is not None and not self._opening and self._problem is None
-
-    def _advance(self) -> None:
-        """Take the next step towards being open, if one is due."""
-        if self._table is not None or not self._may_open():
-            return
+    def _open_once(self) -> _Opened:
+        """Lock the folder, unless it is locked, and open the place of the namespace. On an I/O thread."""
         if self._lock is None:
-            self._opening = True
-            self._io.call(lambda: FolderLock.take_nowait(self._folder), self._end_owning)
-        elif (namespace := self._namespace()) is not None:
-            self._opening = True
-            self._io.call(lambda: self._open(namespace), self._end_opening)
-
-    def _end_owning(self, lock: FolderLock | None, error: BaseException | None) -> None:
-        self._opening = False
-        if error is not None or lock is None:
-            self._note_problem(error)
-        else:
-            self._lock = lock
+            self._lock = FolderLock.take_nowait(self._folder)
             self._note_solved()
-            self._save_epoch()
-            self._advance()
+        try:
+            return self._open(self._await_namespace(self._namespace))
+        except _Vanished:
+            self._lock.release()
+            self._lock = None
+            raise
 
     def _open(self, namespace: str) -> _Opened:
         """Open the place and fill a table. On an I/O thread."""
@@ -204,14 +192,7 @@ class DiskTier(SlotTier):
             logger.warning(line, self._folder, format_size(others), self._folder.parent)
         return share, now
 
-    def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
-        self._opening = False
-        if error is not None or opened is None:
-            if isinstance(error, _Vanished):
-                self._disown()
-            self._note_problem(error)
-            return
-        self._note_solved()
+    def _use(self, opened: _Opened) -> None:
         self._files = opened.files
         self.open_table(opened.table, opened.files, opened.scope)
         self._limit.restore(opened.files.header.written)
@@ -234,7 +215,6 @@ class DiskTier(SlotTier):
         results = super().poll()
         if self._lost is not None:
             self._lose(self._lost)
-        self._advance()
         self._save_epoch()
         self._announce_slice()
         self._save()
@@ -341,6 +321,7 @@ class DiskTier(SlotTier):
         for health in self._health.values():
             health.resume()
         self._note_problem(OutsideError(why))
+        self._begin_opening(self._open_once, self._use)
 
     def _disown(self) -> None:
         lock, self._lock = self._lock, None
@@ -355,6 +336,7 @@ class DiskTier(SlotTier):
         Waits for the write to the page cache, for half a second at most, but not if the disk is suspended or
         has not yet written an earlier reset.
         """
+        self._take_opened()
         self._suffix = suffix
         if self._files is not None:
             self._to_announce = _NO_SLOTS
@@ -428,7 +410,7 @@ class DiskTier(SlotTier):
     def has_pending_work(self) -> bool:
         recent = self._clock() - self._last_progress < 1.0
         announcing = len(self._to_announce) > 0 or self._describing
-        return super().has_pending_work() or (announcing and recent and not self._closed)
+        return super().has_pending_work() or (announcing and recent and not self._closed) or self.is_awaited()
 
     def close(self, timeout: float = 5.0) -> bool:
         files, first = self._files, not self._closed
