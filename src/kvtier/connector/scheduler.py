@@ -141,6 +141,9 @@ class OffloadingConnectorScheduler:
         `(None, False)`: ask again later. The call pins nothing and may be repeated. `max_num_new_tokens` is
         for an engine that could not use more.
         """
+        if self._promotion is not None and self._promotion.must_wait(self._requests.get(request.request_id)):
+            self.stats.waits += 1
+            return None, False
         state = self._track(request)
         state.extend_keys()
         if state.load_job is not None:
@@ -152,9 +155,6 @@ class OffloadingConnectorScheduler:
         for most in (max_num_new_tokens, state.load_limit):
             if most is not None:
                 limit = min(limit, num_computed_tokens + most)
-        if self._promotion is not None and self._promotion.is_waiting(state):
-            self.stats.waits += 1
-            return None, False
         match = match_prefix(self._geometry, self.manager, state, limit)
         if self._promotion is not None:
             if self._promotion.start_waiting(state, match, limit):
@@ -186,6 +186,7 @@ class OffloadingConnectorScheduler:
         The request's new blocks are fenced at once: another connector may load into them before it runs.
         """
         state = self._track(request)
+        state.has_run = True
         for group in state.groups:
             group.take_all()
             group.give(blocks[group.geometry.index], self._step + 1)
@@ -227,8 +228,9 @@ class OffloadingConnectorScheduler:
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
         meta.jobs_to_end = self._jobs.end_orders(now)
         self.stats.flushes += len(meta.jobs_to_flush)
-        if self._tiered is not None:
+        if self._tiered is not None and self._promotion is not None:
             self._tiered.begin_step()
+            self._promotion.begin_step()
         for job, spec in self._get_reqs_to_store(step):
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
@@ -508,8 +510,9 @@ class OffloadingConnectorScheduler:
             return False, None
         state.finished = True
         self._prefill.discard(request.request_id)
-        state.extend_keys()
-        self.manager.touch(state.all_keys(), state.context)
+        if state.has_run:  # else it has used nothing; thousands that wait may be cancelled in one step
+            state.extend_keys()
+            self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
         if state.load_job is None and state.store_jobs:
             self._planned.reqs_to_hold.add(request.request_id)

@@ -216,6 +216,8 @@ class RequestState:
     """The number of leading tokens that may be stored, if the request sets a limit."""
     load_limit: int | None = None
     """The number of tokens that a load may bring, if the request sets a limit."""
+    has_run: bool = False
+    """Whether the request has ever had blocks."""
     finished: bool = False
     explained: bool = False
     miss: tuple[dict[str, MissReason], int | None] = field(default_factory=lambda: ({}, None))
