@@ -110,6 +110,7 @@ class OffloadingConnectorScheduler:
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
         self._events_to_take: list[KVCacheEvent] = []
+        self._completed: list[OffloadKey] = []  # chunks of the stores that this step's output completed
         self._describe = describe
         self._tiered = self.manager if isinstance(self.manager, TieredOffloadingManager) else None
         if self._tiered is not None:
@@ -367,6 +368,11 @@ class OffloadingConnectorScheduler:
         if self._tiered is not None and self._promotion is not None:
             self._tiered.end_step()
             self._promotion.learn()
+        if self._completed:
+            self._translate_events()
+            # A chunk not announced by now has failed or was removed; another store may already store it.
+            self._tracker.drop(key for key in self._completed if not self._jobs.is_storing(key))
+            self._completed = []
         ended, self._ended = self._ended, KVConnectorOutput()
         connector_output.finished_recving = ended.finished_recving
         connector_output.finished_sending = ended.finished_sending
@@ -474,9 +480,7 @@ class OffloadingConnectorScheduler:
         keys = [job.keys[index] for index in arrived] if failed else job.keys
         self.manager.complete_store(keys, spec=job.pool_part(arrived) if failed else job.pool_end)
         if self._tracker.enabled and job.epoch == self._epoch:
-            self._translate_events()
-            # A chunk not announced by now has failed or was removed; another store may already store it.
-            self._tracker.drop(key for key in job.keys if not self._jobs.is_storing(key))
+            self._completed += job.keys
 
     def _end_store(self, job: StoreJob) -> None:
         """Record the end of a store.
@@ -526,11 +530,14 @@ class OffloadingConnectorScheduler:
         Weights may have been swapped: requests that hold blocks now store nothing more, and running loads
         count as failed.
         """
+        if self._tracker.enabled:
+            self._translate_events()  # a store that is not announced yet must not look like a later one
         self._epoch += 1
         for job in self._jobs.stores():
             self._tracker.drop(job.keys)
         self._jobs.void_loads()
         self.manager.reset_cache()
+        self._tracker.clear()
         self._load_failures.clear()
         return True
 

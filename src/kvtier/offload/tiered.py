@@ -310,7 +310,11 @@ class TieredOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Say whether an idle engine should step: rows are being written, and one has moved recently."""
-        return any(tier.has_pending_work() for tier in self.tiers) or self._demotions.has_offers()
+        return (
+            any(tier.has_pending_work() for tier in self.tiers)
+            or self._demotions.has_offers()
+            or self.pool.has_pending_work()
+        )
 
     def wait_any(self, timeout: float) -> bool:
         """Block until a tier may have a result, for an engine that has nothing to do.

@@ -29,7 +29,7 @@ from kvtier.config import DiskConfig, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
-from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
+from kvtier.tiers.base import Outcome, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
 from kvtier.tiers.disk.folder import FolderLock, find_ranks, taken_bytes, void_places
 from kvtier.tiers.io_threads import Direction
@@ -247,17 +247,21 @@ class DiskTier(SlotTier):
         """Announce the chunks that are unchanged since their descriptions were requested."""
         still = self._silent[slots].tolist() if len(self._silent) else [False] * len(keys)
         self._silent[slots[still]] = False
-        told = list(compress(zip(keys, descriptions, strict=True), still))
-        if told:
-            names, texts = zip(*told, strict=True)
-            self._events.append(TierChange(names, self.medium, False, texts))
+        told = tuple(compress(descriptions, still))
+        self._announce_stored(list(compress(keys, still)), told)
+
+    def _announced(self, slots: Slots) -> Slots:
+        if not self._some_silent:
+            return slots
+        announced = slots[~self._silent[slots]]
+        self._silent[slots] = False
+        return announced
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce removals, except of chunks that were never announced."""
         if self._some_silent:
-            silent = self._silent[slots]
+            keys = list(compress(keys, (~self._silent[slots]).tolist()))
             self._silent[slots] = False
-            keys = list(compress(keys, (~silent).tolist()))
         super()._announce_removed(keys, slots)
 
     def _save(self) -> None:
@@ -410,7 +414,9 @@ class DiskTier(SlotTier):
     def has_pending_work(self) -> bool:
         recent = self._clock() - self._last_progress < 1.0
         announcing = len(self._to_announce) > 0 or self._describing
-        return super().has_pending_work() or (announcing and recent and not self._closed) or self.is_awaited()
+        return (
+            super().has_pending_work() or (announcing and recent and not self._closed) or self.is_awaited()
+        )
 
     def close(self, timeout: float = 5.0) -> bool:
         files, first = self._files, not self._closed
