@@ -616,6 +616,60 @@ def test_a_hung_disk_does_not_hang_the_start(tmp_path: Path, monkeypatch: pytest
     release.set()
 
 
+def test_many_last_uses_are_saved_with_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, 1200) as driver:
+        driver.store(*range(1200))
+        files = disk(driver)._files
+        assert files is not None
+        files.save_ticks()
+        driver.tier.touch(keys(*range(1200))[::-1])
+        files.ticks[1000] -= 1  # a slot between others that is saved with them
+        written, held = list[int](), list[bool]()
+
+        def pwrite(descriptor: int, content: bytes, offset: int) -> int:
+            written.append(len(content))
+            held.append(files._records_lock.locked())
+            return real(descriptor, content, offset)
+
+        real = os.pwrite
+        monkeypatch.setattr(files_module.os, "pwrite", pwrite)
+        assert files.save_ticks() == 1200
+        assert len(written) == 3, "one for each region of 512 records"
+        assert all(held), "or a record that another thread writes meanwhile would be undone"
+        files.ticks[7] += 5000
+        assert (files.save_ticks(), written[3:]) == (1, [8])
+        monkeypatch.undo()
+        ticks = files.ticks.copy()
+    with opened(tmp_path, 1200) as driver:
+        table = disk(driver)._table
+        assert table is not None
+        assert table.ticks.tolist() == ticks.tolist()
+        assert len(driver.fetch(*range(0, 1200, 100))) == 12, "the records are whole"
+
+
+def test_a_reset_of_many_rows_is_announced_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.slot_tier._SLICE", 3)
+    with opened(tmp_path) as driver:
+        driver.store(*range(8))
+        driver.events.clear()
+        driver.tier.reset("suffix")
+        assert driver.tier.stats().used == 0
+        assert driver.tier.lookup_many(keys(*range(8))) == [False] * 8
+        assert driver.tier.explain(key(7)) is TierMiss.CLEARED
+        driver.store(7)
+        driver.wait(lambda: not disk(driver)._cleared)
+        told = [(change.removed, list(change.keys)) for change in driver.events]
+        assert all(len(names) <= 3 for _, names in told)
+        removals = [at for at, (removed, names) in enumerate(told) if removed and key(7) in names]
+        assert removals < [told.index((False, keys(7)))], "before it is announced again"
+        heard = set(keys(*range(8)))
+        for removed, names in told:
+            (heard.difference_update if removed else heard.update)(names)
+        assert heard == set(keys(7))
+
+
 def test_it_opens_without_being_polled(tmp_path: Path) -> None:
     """An idle engine makes no step: the next lookup finds the rows of the earlier process."""
     with opened(tmp_path) as driver:

@@ -145,8 +145,11 @@ class PromotionDecision:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Let the next requests be looked up in tiers, as many as one step and all waits together allow."""
+    def admit_next(self) -> None:
+        """Let the next requests be looked up in tiers, as many as one step and all waits together allow.
+
+        Call it once in a step, when waits have ended.
+        """
         requests, chunks = map(sum, zip(self._inquiries.load(), self._promotions.load(), strict=True))
         self._requests_left = _MOST_WAITING - requests
         self._chunks_left = min(_NEW_CHUNKS, _MOST_CHUNKS - chunks)

@@ -229,9 +229,8 @@ class OffloadingConnectorScheduler:
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
         meta.jobs_to_end = self._jobs.end_orders(now)
         self.stats.flushes += len(meta.jobs_to_flush)
-        if self._tiered is not None and self._promotion is not None:
+        if self._tiered is not None:
             self._tiered.begin_step()
-            self._promotion.begin_step()
         for job, spec in self._get_reqs_to_store(step):
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
@@ -368,6 +367,7 @@ class OffloadingConnectorScheduler:
         if self._tiered is not None and self._promotion is not None:
             self._tiered.end_step()
             self._promotion.learn()
+            self._promotion.admit_next()
         if self._completed:
             self._translate_events()
             # A chunk not announced by now has failed or was removed; another store may already store it.

@@ -10,8 +10,8 @@ block.
 
 Events: `prepare_store` announces the chunks it evicted, `complete_store` the chunks that became ready,
 `discard` the chunks that were ready and are now absent. The chunks that `reset_cache` made absent are
-announced in slices, one now and one for each `take_events`, but each before its key or its place is announced again.
-Scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.
+announced in slices, one at once and one for each `take_events`, but each before its key or its place is
+announced again. Scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._drop(slots[self._book.find(keys) == slots], None)
 
     def reset_cache(self) -> None:
-        """Make all chunks absent at once. The first of them are announced now, the others by `take_events`."""
+        """Make all chunks absent at once. Some of them are announced now, the others by `take_events`."""
         book, readers, held = self._book, self._readers, self._held_slots()
         busy = held[readers[held] != 0]
         self._doomed.update(zip(busy.tolist(), book.keys(busy), strict=True))
