@@ -10,9 +10,9 @@ measurement. `--disk` puts a disk tier below the pool, to which every block is t
 valkey`, `object` or `mooncake` a server on this machine, which is also asked about every prompt.
 
 `--waiting 10000` measures another thing: the longest step of the scheduler's side when that many requests
-wait. An engine that has room for a few asks about all of them in every step. All come in one step, a part of
-their prompts is in the tier, and in the end those that still wait are cancelled in one step. The time is the
-CPU time of the engine's thread in kvtier, so that other work on the machine does not count.
+wait. An engine that has room for a few asks about all of them in every step. All come in one step, half of
+their prompts are in the tier, and in the end those that still wait are cancelled in one step. The time is
+the CPU time of the engine's thread in kvtier, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -262,8 +262,10 @@ def measure_waiting(arguments: argparse.Namespace) -> dict[str, Any]:
     """Let requests wait, and return the longest and the median step, in milliseconds by call."""
     with ExitStack() as stack:
         config = OffloadingConfig(
-            settings=replace(make_settings(arguments, stack) or KVTierConfig(), cpu=CPUConfig(256 << 20)),
-            groups=(GroupConfig(16, 4096, ("layer",)),),
+            settings=replace(
+                make_settings(arguments, stack) or KVTierConfig(), cpu=CPUConfig(capacity=256 << 20)
+            ),
+            groups=(GroupConfig(block_size=16, bytes_per_block=4096, layer_names=("layer",)),),
             hash_block_size=16,
             engine_id="waiting",
             enable_kv_cache_events=True,
@@ -274,34 +276,20 @@ def measure_waiting(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         stack.callback(scheduler.shutdown)
         source = random.Random(0)
+        prompts = [[source.randbytes(32) for _ in range(WAITING_CHUNKS)] for _ in range(arguments.waiting)]
         waiting = [
-            WaitingRequest(f"request-{number}", [source.randbytes(32) for _ in range(WAITING_CHUNKS)])
+            WaitingRequest(
+                f"request-{number}", prompts[number // 2 % WAITING_STORED if number % 2 else number]
+            )
             for number in range(arguments.waiting)
         ]
         if isinstance(scheduler.manager, TieredOffloadingManager):
-            store_in_tiers(scheduler.manager, waiting[:: max(1, len(waiting) // WAITING_STORED)])
-        stopwatch, steps = Stopwatch(time.thread_time), list[Seconds]()
-        stopwatch.watch(scheduler, SCHEDULER_CALLS)
+            store_in_tiers(scheduler.manager, prompts[:WAITING_STORED])
+        steps: list[Seconds] = []
         gc.disable()
         while waiting:
-            left: list[WaitingRequest] = []
-            admitted = 0
-            for request in waiting:
-                if admitted < ADMITTED and scheduler.get_num_new_matched_tokens(request, 0)[0] is not None:
-                    scheduler.request_finished(request)
-                    admitted += 1
-                else:
-                    left.append(request)
-            scheduler.build_connector_meta(StepView())
-            time.sleep(0.005)
-            scheduler.update_connector_output(KVConnectorOutput())
-            scheduler.take_events()
-            if len(steps) == WAITING_STEPS:
-                for request in left:
-                    scheduler.request_finished(request)
-                left = []
-            waiting = left
-            steps.append(stopwatch.take())
+            step, waiting = take_step(scheduler, waiting, cancel=len(steps) == WAITING_STEPS)
+            steps.append(step)
         gc.enable()
         scheduler.check()
     steps.sort(key=lambda step: sum(step.values()))
@@ -310,11 +298,40 @@ def measure_waiting(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"waiting": arguments.waiting, "steps": len(steps), "milliseconds": times}
 
 
-def store_in_tiers(manager: TieredOffloadingManager, requests: list[WaitingRequest]) -> None:
+def take_step(
+    scheduler: OffloadingConnectorScheduler, waiting: list[WaitingRequest], *, cancel: bool
+) -> tuple[Seconds, list[WaitingRequest]]:
+    """Ask about all waiting requests; return the CPU seconds of each part, and those that wait on."""
+    at = [time.thread_time()]
+    left, admitted = list[WaitingRequest](), 0
+    for request in waiting:
+        if admitted < ADMITTED and scheduler.get_num_new_matched_tokens(request, 0)[0] is not None:
+            scheduler.request_finished(request)
+            admitted += 1
+        else:
+            left.append(request)
+    at.append(time.thread_time())
+    scheduler.build_connector_meta(StepView())
+    at.append(time.thread_time())
+    time.sleep(0.005)
+    scheduler.update_connector_output(KVConnectorOutput())
+    at.append(time.thread_time())
+    scheduler.take_events()
+    at.append(time.thread_time())
+    if cancel:
+        for request in left:
+            scheduler.request_finished(request)
+        left = []
+    at.append(time.thread_time())
+    names = ("asks", "orders", "output", "events", "cancellations")
+    return {name: end - start for name, start, end in zip(names, at, at[1:], strict=False)}, left
+
+
+def store_in_tiers(manager: TieredOffloadingManager, prompts: list[list[bytes]]) -> None:
     """Put prompts into the tiers, and empty the pool."""
-    for request in requests:
-        keys = [make_offload_key(block_hash, 0) for block_hash in request.block_hashes]
-        output = manager.prepare_store(keys, ReqContext(req_id=request.request_id))
+    for number, prompt in enumerate(prompts):
+        keys = [make_offload_key(block_hash, 0) for block_hash in prompt]
+        output = manager.prepare_store(keys, ReqContext(req_id=f"stored-{number}"))
         assert output is not None
         manager.complete_store(output.keys_to_store, True, output.store_spec)
         manager.end_step()
