@@ -272,9 +272,9 @@ class Tier(ABC):
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         """Start to find out which of these chunks, a prefix from its head on, can be promoted.
 
-        Only a tier that answers `None` when it is open needs it. Until `deadline`, a lookup of these chunks answers `None`
-        or the result; after the deadline, a chunk without a result counts as absent. A key is asked about
-        only once at a time.
+        Only a tier that answers `None` when it is open needs it. Until `deadline`, a lookup of these chunks
+        answers `None` or the result; after the deadline, a chunk without a result counts as absent. A key is
+        asked about only once at a time.
         """
         return
 
