@@ -8,6 +8,11 @@ things, and its 95 % interval says how well. The CPU time of the process, over a
 same without disturbance from neighbours. `--control` leaves kvtier out of both engines, and so measures the
 measurement. `--disk` puts a disk tier below the pool, to which every block is then written as well; `--tier
 valkey`, `object` or `mooncake` a server on this machine, which is also asked about every prompt.
+
+`--waiting 10000` measures another thing: the longest step of the scheduler's side when that many requests
+wait. An engine that has room for a few asks about all of them in every step. All come in one step, half of
+their prompts are in the tier, and in the end those that still wait are cancelled in one step. The time is
+the CPU time of the engine's thread in kvtier, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,10 +46,13 @@ from rich.console import Console
 from rich.table import Table
 from shared_tiers import SECTIONS
 
-from kvtier.config import KVTierConfig
+from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.connector import KVConnectorOutput, OffloadingConnectorScheduler, StepView
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.errors import IntegrityError
-from kvtier.offload import CPUOffloadingManager
+from kvtier.events.tracker import Description
+from kvtier.keys import make_offload_key
+from kvtier.offload import CPUOffloadingManager, CPUOffloadingSpec, ReqContext
 from kvtier.offload.tiered import TieredOffloadingManager
 
 TARGET = 0.97
@@ -64,6 +72,10 @@ SERVERS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 """The settings of a tier on a server started here."""
 MIN_PAIRS = 5
+WAITING_CHUNKS, WAITING_STORED, WAITING_STEPS, ADMITTED = 32, 512, 200, 64
+"""With `--waiting`: chunks of a prompt, prompts in the tier, steps before all are cancelled, and requests
+that the engine has room for in a step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +247,109 @@ def show(console: Console, result: dict[str, Any], arguments: argparse.Namespace
     console.print(f"With kvtier: {result['ratio']:.3f} of the speed without; the claim is {TARGET:g}")
 
 
+@dataclass
+class WaitingRequest:
+    """A request that waits; its hashes are random."""
+
+    request_id: str
+    block_hashes: list[bytes]
+    num_tokens: int = WAITING_CHUNKS * 16 + 1
+    num_prompt_tokens: int = WAITING_CHUNKS * 16 + 1
+    kv_transfer_params: Any = None
+
+
+def measure_waiting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Let requests wait, and return the longest and the median step, in milliseconds by call."""
+    with ExitStack() as stack:
+        config = OffloadingConfig(
+            settings=replace(
+                make_settings(arguments, stack) or KVTierConfig(), cpu=CPUConfig(capacity=256 << 20)
+            ),
+            groups=(GroupConfig(block_size=16, bytes_per_block=4096, layer_names=("layer",)),),
+            hash_block_size=16,
+            engine_id="waiting",
+            enable_kv_cache_events=True,
+            namespace="bench",
+        )
+        scheduler = OffloadingConnectorScheduler(
+            CPUOffloadingSpec(config), describe=lambda request, start, stop, size: Description([0] * size)
+        )
+        stack.callback(scheduler.shutdown)
+        source = random.Random(0)
+        prompts = [[source.randbytes(32) for _ in range(WAITING_CHUNKS)] for _ in range(arguments.waiting)]
+        waiting = [
+            WaitingRequest(
+                f"request-{number}", prompts[number // 2 % WAITING_STORED if number % 2 else number]
+            )
+            for number in range(arguments.waiting)
+        ]
+        if isinstance(scheduler.manager, TieredOffloadingManager):
+            store_in_tiers(scheduler.manager, prompts[:WAITING_STORED])
+        steps: list[Seconds] = []
+        gc.disable()
+        while waiting:
+            step, waiting = take_step(scheduler, waiting, cancel=len(steps) == WAITING_STEPS)
+            steps.append(step)
+        gc.enable()
+        scheduler.check()
+    steps.sort(key=lambda step: sum(step.values()))
+    named = {"worst": steps[-1], "median": steps[len(steps) // 2]}
+    times = {name: {call: seconds * 1e3 for call, seconds in step.items()} for name, step in named.items()}
+    return {"waiting": arguments.waiting, "steps": len(steps), "milliseconds": times}
+
+
+def take_step(
+    scheduler: OffloadingConnectorScheduler, waiting: list[WaitingRequest], *, cancel: bool
+) -> tuple[Seconds, list[WaitingRequest]]:
+    """Ask about all waiting requests; return the CPU seconds of each part, and those that wait on."""
+    at = [time.thread_time()]
+    left, admitted = list[WaitingRequest](), 0
+    for request in waiting:
+        if admitted < ADMITTED and scheduler.get_num_new_matched_tokens(request, 0)[0] is not None:
+            scheduler.request_finished(request)
+            admitted += 1
+        else:
+            left.append(request)
+    at.append(time.thread_time())
+    scheduler.build_connector_meta(StepView())
+    at.append(time.thread_time())
+    time.sleep(0.005)
+    scheduler.update_connector_output(KVConnectorOutput())
+    at.append(time.thread_time())
+    scheduler.take_events()
+    at.append(time.thread_time())
+    if cancel:
+        for request in left:
+            scheduler.request_finished(request)
+        left = []
+    at.append(time.thread_time())
+    names = ("asks", "orders", "output", "events", "cancellations")
+    return {name: end - start for name, start, end in zip(names, at, at[1:], strict=False)}, left
+
+
+def store_in_tiers(manager: TieredOffloadingManager, prompts: list[list[bytes]]) -> None:
+    """Put prompts into the tiers, and empty the pool."""
+    for number, prompt in enumerate(prompts):
+        keys = [make_offload_key(block_hash, 0) for block_hash in prompt]
+        output = manager.prepare_store(keys, ReqContext(req_id=f"stored-{number}"))
+        assert output is not None
+        manager.complete_store(output.keys_to_store, True, output.store_spec)
+        manager.end_step()
+    while manager.has_pending_work():
+        manager.end_step()
+        time.sleep(0.001)
+    manager.pool.reset_cache()
+    while manager.take_events():
+        pass
+
+
+def show_waiting(console: Console, result: dict[str, Any]) -> None:
+    """Print the numbers of `--waiting`."""
+    for name, calls in result["milliseconds"].items():
+        parts = ", ".join(f"{call} {ms:.1f}" for call, ms in calls.items() if ms >= 0.05)
+        console.print(f"{result['waiting']} wait: the {name} step {sum(calls.values()):.1f} ms ({parts})")
+
+
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument(
@@ -248,8 +363,16 @@ def main() -> int:
     parser.add_argument(
         "--control", action="store_true", help="measure an engine without kvtier against itself"
     )
+    parser.add_argument(
+        "--waiting", type=int, metavar="REQUESTS", help="measure the longest step when so many wait, instead"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.waiting:
+        result = measure_waiting(arguments)
+        show_waiting(open_console(arguments), result)
+        write_json(arguments, result)
+        return 0
     result = measure(arguments)
     show(open_console(arguments), result, arguments)
     write_json(arguments, result)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.engine.tier_kit import PATIENCE, MemoryTiers, disk_engine, manager_of
 
 from kvtier.engine import Engine, SamplingParams
 from kvtier.offload import MissReason
+from kvtier.tiers.disk.files import DiskFiles
 
 ROOT = Path(__file__).parents[2]
 WINDOWS = [ONE_GROUP, TWO_GROUPS]
@@ -74,10 +76,48 @@ def test_an_engine_that_was_killed_starts_warm(tmp_path: Path) -> None:
         process.kill()
     assert written == 36
     with disk_engine(tmp_path) as engine:
-        for seed in range(4):
+        for seed in range(4):  # the first request too, although nothing has stepped the engine before
             again = ask(engine, tokens(33, seed=seed), f"again {seed}")
             assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
         expect_idle(engine)
+
+
+def test_the_first_request_after_a_pause_comes_from_disk(tmp_path: Path) -> None:
+    """The disk has opened by itself meanwhile, although an idle engine makes no step."""
+    with disk_engine(tmp_path) as engine:
+        ask(engine, tokens(33), "first")
+        settle(engine)
+    with disk_engine(tmp_path) as engine:
+        (tier,) = manager_of(engine).tiers
+        until = time.monotonic() + PATIENCE
+        while not tier._io._ended:  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            tier.wait_any(0.1)
+        steps = count_steps(engine, tokens(33), "again")
+        explained = engine.explain("again")
+        assert explained is not None
+        assert explained.from_tiers == {"disk": 32}
+        assert steps > 0
+
+
+def test_a_disk_that_hangs_while_it_opens_delays_requests_by_their_price_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The price is `load_deadline`, as long as the price of computing is not known."""
+    release = threading.Event()
+    monkeypatch.setattr(DiskFiles, "open", lambda *_arguments: release.wait(PATIENCE) and None)
+    try:
+        with disk_engine(tmp_path, load_deadline=0.3) as engine:
+            began = time.monotonic()
+            late = ask(engine, tokens(33), "late")
+            assert time.monotonic() - began >= 0.3
+            assert late.source.tiers == {}
+            explained = engine.explain("late")
+            assert explained is not None
+            assert explained.misses["disk"] is MissReason.NOT_OPEN
+            release.set()
+    finally:
+        release.set()
 
 
 # A tier that hangs

@@ -124,13 +124,22 @@ def tiered_engine(
     )
 
 
-def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:
-    """Make an engine over a pool and a real folder; all that are made so have one namespace."""
+def disk_engine(
+    folder: Path,
+    windows: Sequence[int | None] = ONE_GROUP,
+    *,
+    load_deadline: float = PATIENCE,
+    **engine: Any,
+) -> Engine:
+    """Make an engine over a pool and a real folder; all that are made so have one namespace.
+
+    Its start does not wait for the disk.
+    """
     kvtier = {
         "cpu": {"capacity": 64 * ROW},
         "load_if_faster": False,
-        "load_deadline": PATIENCE,
-        "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB", "required": True}}],
+        "load_deadline": load_deadline,
+        "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB"}}],
     }
     config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "kv_events": True} | engine)
     return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), weights_id="toy")

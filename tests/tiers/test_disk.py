@@ -836,10 +836,101 @@ def test_a_hung_disk_does_not_hang_the_start(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(DiskFiles, "open", lambda *_arguments: release.wait() and None)
     tier = make_tier(tmp_path)
     assert tier.wait_open(0.2) is False
-    assert tier.lookup(key(1)) is False
+    assert tier.lookup(key(1)) is None, "it may still open"
+    tier._clock.now += 10  # type: ignore[attr-defined]
+    assert tier.lookup(key(1)) is False, "nobody waits for it any more"
     assert not tier.has_pending_work()
     assert tier.close(0.1) is False
     release.set()
+
+
+def test_many_last_uses_are_saved_with_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, 1200) as driver:
+        driver.store(*range(1200))
+        files = disk(driver)._files
+        assert files is not None
+        files.save_ticks()
+        driver.tier.touch(keys(*range(1200))[::-1])
+        files.ticks[1000] -= 1  # a slot between others that is saved with them
+        written, held = list[int](), list[bool]()
+
+        def pwrite(descriptor: int, content: bytes, offset: int) -> int:
+            written.append(len(content))
+            held.append(files._records_lock.locked())
+            return real(descriptor, content, offset)
+
+        real = os.pwrite
+        monkeypatch.setattr(files_module.os, "pwrite", pwrite)
+        assert files.save_ticks() == 1200
+        assert len(written) == 3, "one for each region of 512 records"
+        assert all(held), "or a record that another thread writes meanwhile would be undone"
+        files.ticks[7] += 5000
+        assert (files.save_ticks(), written[3:]) == (1, [8])
+        monkeypatch.undo()
+        ticks = files.ticks.copy()
+    with opened(tmp_path, 1200) as driver:
+        table = disk(driver)._table
+        assert table is not None
+        assert table.ticks.tolist() == ticks.tolist()
+        assert len(driver.fetch(*range(0, 1200, 100))) == 12, "the records are whole"
+
+
+def test_a_reset_of_many_rows_is_announced_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.slot_tier._SLICE", 3)
+    with opened(tmp_path) as driver:
+        driver.store(*range(8))
+        driver.events.clear()
+        driver.tier.reset("suffix")
+        assert driver.tier.stats().used == 0
+        assert driver.tier.lookup_many(keys(*range(8))) == [False] * 8
+        assert driver.tier.explain(key(7)) is TierMiss.CLEARED
+        driver.store(7)
+        driver.wait(lambda: not disk(driver)._cleared)
+        told = [(change.removed, list(change.keys)) for change in driver.events]
+        assert all(len(names) <= 3 for _, names in told)
+        removals = [at for at, (removed, names) in enumerate(told) if removed and key(7) in names]
+        assert removals < [told.index((False, keys(7)))], "before it is announced again"
+        heard = set(keys(*range(8)))
+        for removed, names in told:
+            (heard.difference_update if removed else heard.update)(names)
+        assert heard == set(keys(7))
+
+
+def test_it_opens_without_being_polled(tmp_path: Path) -> None:
+    """An idle engine makes no step: the next lookup finds the rows of the earlier process."""
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    name: list[str | None] = [None]
+    tier = make_tier(tmp_path, namespace=lambda: name[0])
+    assert tier.lookup_many([key(1)]) == [None], "a request may wait for it"
+    name[0] = "model"
+    wait_ended(tier)
+    assert tier.lookup_many([key(1), key(2)]) == [True, False]
+    tier.check()
+    tier.close()
+
+
+def test_it_takes_over_without_being_polled(tmp_path: Path) -> None:
+    """The former owner may go while the engine is idle."""
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        second = make_tier(tmp_path)
+        assert second.wait_open() is False
+        assert second.lookup(key(1)) is False, "nobody waits for another process"
+    second._clock.now += 10  # type: ignore[attr-defined]
+    wait_ended(second)
+    assert second.lookup(key(1)) is True
+    second.close()
+
+
+def wait_ended(tier: DiskTier) -> None:
+    """Block until the thread that opens a tier has opened it, without polling the tier."""
+    until = time.monotonic() + PATIENCE
+    while not tier._io._ended:
+        assert time.monotonic() < until, tier.problem
+        tier._io.wait_any(0.1)
 
 
 def test_periodic_durability_syncs_rows_before_records(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import pytest
 from tests.unit.connector_kit import Request
 from tests.unit.test_connector_promotion import PROMPT, TieredHost, keys_of
@@ -61,6 +64,62 @@ def test_a_request_that_waits_for_answers_is_answered_without_a_lookup() -> None
         host.end_step()
     assert host.tier.keys_looked_up <= before + 100, "a step looks at one key"
     assert len(host.tier.asked) == 1
+
+
+def waiting_requests(count: int) -> list[Request]:
+    """Return requests with different prompts of six chunks, whose hashes are computed once."""
+    return [CachedHashes(f"r{number}", [number, *range(1, 26)]) for number in range(count)]
+
+
+class CachedHashes(Request):
+    @cached_property
+    def block_hashes(self) -> Sequence[bytes]:  # type: ignore[override]
+        return Request.block_hashes.__get__(self)
+
+
+def test_a_step_asks_about_a_bounded_number_of_requests_in_turn() -> None:
+    host = TieredHost(num_slots=4096)
+    requests = waiting_requests(1000)
+    host.tier.held = set()
+    host.tier.unknown = {key for request in requests for key in keys_of(request.tokens)}
+    before = 0
+    for _ in range(3):  # nothing is answered: the waits of the first fill all places
+        looked_up = host.tier.keys_looked_up
+        assert all(host.ask(request) is None for request in requests)
+        host.host.idle()
+        assert len(host.tier.asked) - before <= 256
+        assert host.tier.keys_looked_up - looked_up <= 5 * 2048
+        before = len(host.tier.asked)
+        host.end_step()
+    assert before == 256
+    assert [asked for asked, _ in host.tier.asked] == [keys_of(r.tokens) for r in requests[:256]]
+    assert len(host.scheduler._requests) == 256, "nothing is kept of the others"
+    host.clock.now = 1.5
+    answer(host)
+    left = [request for request in requests if host.ask(request) is None]
+    assert left == requests[256:], "those that were answered need not ask again"
+    host.host.idle()
+    asked = [asked for asked, _ in host.tier.asked[256:]]
+    assert asked == [keys_of(r.tokens) for r in requests[256 : 256 + len(asked)]], "in turn"
+    assert len(asked) > 0
+    assert host.tier.asked[-1][1] == host.clock.now + 2.0, "patience begins with the own wait"
+
+
+def test_requests_that_never_ran_are_cancelled_without_a_lookup() -> None:
+    host = asking_host()
+    touched: list[object] = []
+    host.tier.touch = lambda keys: touched.append(keys)  # type: ignore[method-assign]
+    requests = waiting_requests(600)
+    host.tier.unknown = {key for request in requests for key in keys_of(request.tokens)}
+    for request in requests:
+        host.ask(request)
+    host.host.idle()
+    looked_up = host.tier.keys_looked_up
+    for request in requests:
+        host.scheduler.request_finished(request)
+    assert (host.tier.keys_looked_up, touched) == (looked_up, [])
+    host.end_step()
+    assert host.scheduler.is_idle()
 
 
 def test_only_what_it_has_is_brought() -> None:

@@ -115,6 +115,30 @@ def test_a_prompt_on_disk_is_brought_and_then_loaded() -> None:
     host.tiered.manager.check()
 
 
+def test_a_step_promotes_a_bounded_number_of_chunks_in_turn() -> None:
+    host = TieredHost(num_slots=1 << 15)
+    requests = [Request(f"r{number}", [number, *range(1, 1602)]) for number in range(24)]
+    host.tier.held = {key for request in requests for key in keys_of(request.tokens)}
+    under_way = 0
+    for _ in range(4):
+        assert all(host.ask(request) is None for request in requests)
+        host.host.idle()
+        jobs = list(host.tier.promotions.values())
+        assert sum(len(job.rows) for job in jobs[under_way:]) <= 2048 + 400, "the last may go beyond"
+        under_way = len(jobs)
+        host.end_step()
+    assert 4096 <= sum(len(job.rows) for job in jobs) <= 4096 + 400, "no more wait at a time"
+    assert [job.rows[0].key for job in jobs] == [keys_of(request.tokens)[0] for request in requests[:11]]
+    host.clock.now = 100.0  # all time out in one step
+    host.end_step()
+    assert [host.ask(request) for request in requests[:11]] == [0] * 11
+    assert all(host.ask(request) is None for request in requests[11:])
+    host.host.idle()
+    assert [job.rows[0].key for job in host.tier.promotions.values()] == [
+        keys_of(request.tokens)[0] for request in requests[11:17]
+    ]
+
+
 def test_a_prefix_in_memory_and_its_end_on_disk() -> None:
     host = TieredHost()
     host.host.cache(Request("first", PROMPT[:12]))

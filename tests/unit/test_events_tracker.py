@@ -465,3 +465,28 @@ def test_extra_keys_that_cannot_be_written_are_not_kept() -> None:
     prompt = Prompt(extra={0: (object(),)})
     assert make(prompt, 0).describe_chunks([prompt.key(0)])(0) == b""
     assert make(prompt).describe_chunks([prompt.key(0)])(0) == b""
+
+
+def test_chunks_cleared_by_a_reset_are_removed_later_and_not_told_again() -> None:
+    """Their removals come in slices. Meanwhile one of them is stored and described anew."""
+    prompt = Prompt()
+    tracker = make(prompt, 0, 1)
+    both = prompt.key(0), prompt.key(1)
+    told(tracker, False, *both)
+    told(tracker, False, *both, medium="STORAGE")
+    tracker.clear()
+    assert tracker.retell() == [], "no medium holds anything"
+    hashes = set(prompt.block_hashes[1:8:2])
+    removed = told(tracker, True, prompt.key(0))
+    tracker.record_store(prompt, Group(), 0, prompt.key(0))
+    (stored,) = told(tracker, False, prompt.key(0))
+    assert isinstance(stored, BlockStored)
+    assert stored.token_ids == prompt.tokens[:8], "described again"
+    removed += told(tracker, True, *both, medium="STORAGE") + told(tracker, True, prompt.key(1))
+    for medium in ("CPU", "STORAGE"):
+        events = [event for event in removed if isinstance(event, BlockRemoved) and event.medium == medium]
+        assert {name for event in events for name in event.block_hashes} == hashes
+    tracker.check()
+    assert len(tracker.retell()) == 1
+    told(tracker, True, prompt.key(0))
+    assert (len(tracker), tracker._cleared) == (0, [])

@@ -5,6 +5,7 @@ it, its own checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -300,6 +301,89 @@ class TestDoomed:
             (True, keys(1, 2)),
             (False, keys(2)),
         ]
+
+
+class TestResetsInSlices:
+    """A reset of a large pool makes everything absent at once and is announced bit by bit."""
+
+    def test_no_event_names_more_than_a_slice(self) -> None:
+        manager, numbers = CPUOffloadingManager(5000), range(5000)
+        store(manager, *numbers)
+        manager.take_events()
+        manager.reset_cache()
+        manager.check()
+        assert manager.stats().free == 5000
+        assert not any(manager.lookup_many(keys(*numbers), A))
+        assert manager.explain(keys(4999)[0]) is MissReason.CLEARED, "which is not announced yet"
+        told, takes = [], 0
+        while manager.has_pending_work():
+            assert takes < 3
+            takes += 1
+            for event in manager.take_events():
+                assert event.removed
+                assert len(event.keys) <= 2048
+                told += event.keys
+        assert sorted(told) == sorted(keys(*numbers))
+        assert manager.explain(keys(4999)[0]) is MissReason.CLEARED
+
+    def test_a_removal_comes_before_its_key_or_its_place_is_announced_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvtier.offload.manager._SLICE", 1)
+        manager = CPUOffloadingManager(4)
+        store(manager, 1, 2, 3, 4)
+        manager.reset_cache()
+        store(manager, 4)
+        assert [(event.removed, event.keys) for event in manager.take_events()] == [
+            (False, keys(1, 2, 3, 4)),
+            (True, keys(1)),
+            (True, keys(4)),  # 4 took the place of 1, which is announced already
+            (False, keys(4)),
+            (True, keys(2)),
+        ]
+        assert [(event.removed, event.keys) for event in manager.take_events()] == [(True, keys(3))]
+        assert manager.take_events() == []
+        assert not manager.has_pending_work()
+
+    @pytest.mark.parametrize("policy", ["lru", "arc"])
+    @pytest.mark.parametrize("seed", range(8))
+    def test_a_listener_that_applies_all_events_is_exact(
+        self, seed: int, policy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Stores, loads, failures and resets in any order; events are taken now and then."""
+        monkeypatch.setattr("kvtier.offload.manager._SLICE", 2)
+        source, manager, heard = Random(seed), CPUOffloadingManager(8, policy), set[OffloadKey]()
+        stores, loads = list[tuple[list[OffloadKey], object]](), list[tuple[list[OffloadKey], object]]()
+
+        def listen() -> None:
+            for event in manager.take_events():
+                for key in event.keys:
+                    assert (key in heard) is event.removed, "each change is told once"
+                    (heard.remove if event.removed else heard.add)(key)
+                assert len(heard) <= 8, "a place is announced as free before it is announced as used again"
+
+        for _ in range(400):
+            choice = source.random()
+            numbers = keys(*source.sample(range(20), source.randint(1, 4)))
+            if choice < 0.35 and (output := manager.prepare_store(numbers, A)) is not None:
+                stores.append((output.keys_to_store, output.store_spec))
+            elif choice < 0.65 and stores:
+                done, spec = stores.pop(source.randrange(len(stores)))
+                manager.complete_store(done, source.random() < 0.9, spec)  # type: ignore[arg-type]
+            elif choice < 0.75 and (ready := [key for key in numbers if manager.lookup(key, A)]):
+                loads.append((ready, manager.prepare_load(ready, A)))
+            elif choice < 0.85 and loads:
+                done, spec = loads.pop()
+                manager.complete_load(done, spec)  # type: ignore[arg-type]
+            elif choice < 0.9:
+                manager.reset_cache()
+            else:
+                listen()
+            manager.check()
+        while manager.has_pending_work():
+            listen()
+        listen()
+        assert heard == {key for key in keys(*range(20)) if manager.lookup(key, A)}
 
 
 class TestLoads:

@@ -315,6 +315,19 @@ class TestGhosts:
                 ghosts.remember(0, bad)
 
 
+@pytest.mark.parametrize("book", [PythonBook, _slots.SlotBook])
+def test_a_book_may_begin_with_empty_slots(book: type[PythonBook]) -> None:
+    arrays = np.zeros(5, np.int64), np.zeros(5, np.bool_), np.zeros(5, np.int64)
+    made = book(*arrays, np.array([3, 0]))
+    assert (made.num_free(), made.free_slots().tolist()) == (3, [4, 2, 1])
+    assert made.reserve(0, [b"a", b"b", b"c"]).tolist() == [1, 2, 4]
+    made.free(np.array([3]))
+    assert made.reserve(0, [b"d"]).tolist() == [3]
+    for bad in (-1, 5):
+        with pytest.raises(ValueError, match="slots of this book"):
+            book(*arrays, np.array([bad]))
+
+
 WITHOUT_C = """
     import sys
     sys.modules["kvtier.native._slots"] = None

@@ -525,6 +525,17 @@ def test_a_clean_end_writes_what_is_hot_for_a_few_seconds_at_most() -> None:
     assert len(tiered.tier.closed) == 1
 
 
+def test_an_end_waits_for_rows_that_are_written_only() -> None:
+    """Not for a tier that opens or announces. The clock stands still: a wait would not end."""
+    tiered = Tiered(4096 + 16)
+    tiered.tier.has_pending_work = lambda: True  # type: ignore[method-assign]
+    tiered.store(*range(4096))
+    tiered.manager.reset_cache()
+    assert tiered.manager.has_pending_work(), "the reset is not announced yet"
+    tiered.manager.shutdown()
+    assert len(tiered.tier.closed) == 1
+
+
 def test_an_idle_engine_is_kept_for_offers_only_while_something_moves() -> None:
     tiered = Tiered(8)
     tiered.store(1, 2, 3, 4, 5)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.disks import PROBE, disk_tier, num_rows, wait_open
+from tests.vllm.disks import PROBE, disk_tier, num_rows
 from tests.vllm.engines import as_connector, make_llm, make_prompt
 from tests.vllm.turns import generate, run
 from vllm import LLM
@@ -52,7 +52,6 @@ def main() -> None:
         worker_extension_cls="tests.vllm.stages.StageWorker",
     )
     llm.collective_rpc("make_intermediate_tensors")
-    wait_open(lambda seed: probe(llm, seed))
     said: dict[str, Any] = {"computed": generate(llm, 8), "loaded": again(llm)}
     fail.touch()
     said["failing"] = again(llm)

@@ -69,9 +69,7 @@ def launching(model: Path, settings: dict[str, Any], **more: Any) -> Iterator[Ca
             while not is_listening(port):  # it says so a moment before
                 assert process.poll() is None, "the server has ended"
                 time.sleep(0.02)
-            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-            wait_ready(client)
-            return client
+            return OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
         yield connect
         mapped = mapped_files(process.pid)

@@ -46,8 +46,7 @@ def test_prompts_come_back_from_disk_after_a_restart(
         wait_written(engine)
         assert manager.tier_stats()[0].demoted > 0
     with vllm_engine(model, settings) as engine:
-        wait_open(engine)
-        again = engine.generate(prompts)
+        again = engine.generate(prompts)  # the first request, too, waits for the disk if it is not open yet
         windowed = len(engine.connector._groups) > 1
         engine.settle()
     assert tokens_of(first) == tokens_of(again) == reference(model, prompts)

@@ -15,8 +15,8 @@ from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-from tests.vllm.disks import PROBE, num_rows, wait_open
-from tests.vllm.engines import as_connector, make_llm, make_prompt
+from tests.vllm.disks import num_rows
+from tests.vllm.engines import as_connector, make_llm
 from vllm import LLM, SamplingParams
 
 PROMPTS = [[(7 * seed + 13 * token) % 512 for token in range(60 + 40 * seed)] for seed in range(4)]
@@ -28,8 +28,6 @@ def main() -> None:
     model, tensor_parallel_size, *places = sys.argv[1:]
     settings = {"load_deadline": "30s", "tiers": [settings_of(place) for place in places]}
     llm = make_llm(model, 24, as_connector(settings), tensor_parallel_size=int(tensor_parallel_size))
-    if places:
-        wait_open(lambda seed: run(llm, [make_prompt(seed, 40)], 1, PROBE)[0].kv_transfer_params["kvtier"])
     computed = generate(llm, 8)
     assert llm.reset_prefix_cache()
     loaded = generate(llm, 8)

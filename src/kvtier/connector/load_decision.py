@@ -15,6 +15,11 @@ that neither the pool nor another tier is known to have. A request waits for the
 computing all of these chunks would take, and no longer than `load_deadline`. It does not ask at all if
 answers and bytes are known to take longer than computing.
 
+An engine asks about all its waiting requests in every step. So that a step takes no longer when thousands
+wait, only a bounded number of requests, and of their chunks, begins to wait for tiers in a step, and waits
+for them at a time. The others are told to ask again, in O(1), and come first in the order in which the
+engine asks. Their patience begins when their own wait begins.
+
 Scheduler thread only.
 """
 
@@ -38,6 +43,9 @@ _UNKNOWN_PATIENCE = 0.05  # seconds to wait for a chunk while the price of compu
 _LEAST_PATIENCE = 0.05  # seconds; an arrival is seen only when a step ends, and no step is much shorter
 _STEPS = 3  # the running step, the step that orders the load, and the step after which its end is seen
 _PATIENCE = 4  # in times of computing: a load expected to be faster that takes this long has gone wrong
+_NEW_CHUNKS = 2048  # chunks of the requests that are looked up in tiers in one step: some milliseconds
+_MOST_CHUNKS = 4096  # chunks of all requests that wait for tiers: all of them may time out in one step
+_MOST_WAITING = 256  # requests that wait for tiers; an engine does not admit more in a few steps
 _LEARN_EVERY = 64  # promotions between two writes of the learnt price to the tiers
 
 
@@ -133,14 +141,31 @@ class PromotionDecision:
         self._promotions, self._inquiries = manager.promotions, manager.inquiries
         self._learnt: set[str] = set()
         self._times = 0
+        self._chunks_left, self._requests_left = _NEW_CHUNKS, _MOST_WAITING
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def is_waiting(self, state: RequestState) -> bool:
-        """Say whether a request still waits for answers or chunks of a tier."""
+    def admit_next(self) -> None:
+        """Let the next requests be looked up in tiers, as many as one step and all waits together allow.
+
+        Call it once in a step, when waits have ended.
+        """
+        requests, chunks = map(sum, zip(self._inquiries.load(), self._promotions.load(), strict=True))
+        self._requests_left = _MOST_WAITING - requests
+        self._chunks_left = min(_NEW_CHUNKS, _MOST_CHUNKS - chunks)
+
+    def must_wait(self, state: RequestState | None) -> bool:
+        """Say whether a request waits for answers or chunks of a tier, or for its turn to be looked up.
+
+        `None`: a request that nobody has asked about. Takes constant time.
+        """
+        if state is None:
+            return self._chunks_left <= 0 or self._requests_left <= 0
         if not state.may_ask and self._inquiries.is_waiting(state.context):
             return True
-        return not state.may_promote and self._promotions.is_waiting(state.context)
+        if not state.may_promote:
+            return self._promotions.is_waiting(state.context)
+        return (self._chunks_left <= 0 or self._requests_left <= 0) and state.may_load
 
     def start_waiting(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for chunks beyond those of the pool's match `here`.
@@ -149,6 +174,7 @@ class PromotionDecision:
         """
         if not state.may_promote:
             return False
+        self._chunks_left -= 1 + sum(len(group.keys) for group in state.groups)
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
         if there.pending and state.may_ask and self._start_asking(state, there, limit):
             return True
@@ -156,7 +182,10 @@ class PromotionDecision:
             return False
         state.may_promote = False
         wish = self._choose(state, here, there)
-        return wish is not None and self._promotions.wish(wish, state.context)
+        if wish is None or not self._promotions.wish(wish, state.context):
+            return False
+        self._requests_left -= 1
+        return True
 
     def _start_asking(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for tiers to find out which chunks beyond `there` they have."""
@@ -175,6 +204,7 @@ class PromotionDecision:
                 return False
             wait = min(wait, compute)
         self._inquiries.note(inquiries, wait, state.context)
+        self._requests_left -= 1
         return True
 
     def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:

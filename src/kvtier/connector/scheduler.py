@@ -116,6 +116,7 @@ class OffloadingConnectorScheduler:
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
         self._events_to_take: list[KVCacheEvent] = []
+        self._completed: list[OffloadKey] = []  # chunks of the stores that this step's output completed
         self._describe = describe
         self._tiered = self.manager if isinstance(self.manager, TieredOffloadingManager) else None
         if self._tiered is not None:
@@ -147,6 +148,9 @@ class OffloadingConnectorScheduler:
         `(None, False)`: ask again later. The call pins nothing and may be repeated. `max_num_new_tokens` is
         for an engine that could not use more.
         """
+        if self._promotion is not None and self._promotion.must_wait(self._requests.get(request.request_id)):
+            self.stats.waits += 1
+            return None, False
         state = self._track(request)
         state.extend_keys()
         if state.load_job is not None:
@@ -158,9 +162,6 @@ class OffloadingConnectorScheduler:
         for most in (max_num_new_tokens, state.load_limit):
             if most is not None:
                 limit = min(limit, num_computed_tokens + most)
-        if self._promotion is not None and self._promotion.is_waiting(state):
-            self.stats.waits += 1
-            return None, False
         match = match_prefix(self._geometry, self.manager, state, limit)
         if self._promotion is not None:
             if self._promotion.start_waiting(state, match, limit):
@@ -196,6 +197,7 @@ class OffloadingConnectorScheduler:
         The request's new blocks are fenced at once: another connector may load into them before it runs.
         """
         state = self._track(request)
+        state.has_run = True
         for group in state.groups:
             group.take_all()
             group.give(blocks[group.geometry.index], self._step + 1)
@@ -389,6 +391,12 @@ class OffloadingConnectorScheduler:
         if self._tiered is not None and self._promotion is not None:
             self._tiered.end_step()
             self._promotion.learn()
+            self._promotion.admit_next()
+        if self._completed:
+            self._translate_events()
+            # A chunk not announced by now has failed or was removed; another store may already store it.
+            self._tracker.drop(key for key in self._completed if not self._jobs.is_storing(key))
+            self._completed = []
         ended, self._ended = self._ended, KVConnectorOutput()
         connector_output.finished_recving = ended.finished_recving
         connector_output.finished_sending = ended.finished_sending
@@ -503,9 +511,7 @@ class OffloadingConnectorScheduler:
         keys = [job.keys[index] for index in arrived] if failed else job.keys
         self.manager.complete_store(keys, spec=job.pool_part(arrived) if failed else job.pool_end)
         if self._tracker.enabled and job.epoch == self._epoch:
-            self._translate_events()
-            # A chunk not announced by now has failed or was removed; another store may already store it.
-            self._tracker.drop(key for key in job.keys if not self._jobs.is_storing(key))
+            self._completed += job.keys
 
     def _judge(self, audit: AuditJob) -> None:
         """Take in what an audit found, unless it could not copy its chunks or a reset came meanwhile."""
@@ -563,8 +569,9 @@ class OffloadingConnectorScheduler:
             return False, None
         state.finished = True
         self._prefill.discard(request.request_id)
-        state.extend_keys()
-        self.manager.touch(state.all_keys(), state.context)
+        if state.has_run:  # else it has used nothing; thousands that wait may be cancelled in one step
+            state.extend_keys()
+            self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
         if state.load_job is None and state.store_jobs:
             self._planned.reqs_to_hold.add(request.request_id)
@@ -578,11 +585,14 @@ class OffloadingConnectorScheduler:
         Weights may have been swapped: requests that hold blocks now store nothing more, and running loads
         count as failed.
         """
+        if self._tracker.enabled:
+            self._translate_events()  # a store that is not announced yet must not look like a later one
         self._epoch += 1
         for job in self._jobs.stores():
             self._tracker.drop(job.keys)
         self._jobs.void_loads()
         self.manager.reset_cache()
+        self._tracker.clear()
         self._load_failures.clear()
         self._audits.forget_mismatches()
         return True

@@ -223,6 +223,8 @@ class RequestState:
     """The tokens that could be loaded and are computed for an audit."""
     audit_sources: Mapping[OffloadKey, str] = field(default_factory=dict)
     """The tiers from which rows of the hit were promoted for the request."""
+    has_run: bool = False
+    """Whether the request has ever had blocks."""
     finished: bool = False
     explained: bool = False
     miss: tuple[dict[str, MissReason], int | None] = field(default_factory=lambda: ({}, None))

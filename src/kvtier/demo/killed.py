@@ -21,7 +21,7 @@ from kvtier.demo.play import play, warm_up
 from kvtier.demo.result import RequestResult
 from kvtier.demo.setup import DemoSettings, make_engine
 from kvtier.demo.workload import Turn
-from kvtier.errors import KVTierError, OutsideError
+from kvtier.errors import KVTierError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Answered", "Failure", "Orders", "PassOver", "Ready", "serve_until_killed"]
 
-_OPEN_SECONDS = 60.0
 _STILL_SECONDS = 10.0
 
 
@@ -46,10 +45,7 @@ class Orders:
 
 
 class Ready(NamedTuple):
-    """A message: the model is loaded, the tier is open, the process is warm."""
-
-    rows: int
-    """The number of rows that the tier holds from an earlier process."""
+    """A message: the model is loaded, and the process is warm."""
 
 
 class Answered(NamedTuple):
@@ -85,10 +81,8 @@ def serve_until_killed(connection: Connection[Any, Any], orders: Orders) -> None
 
 def _serve(engine: Engine, connection: Connection[Any, Any], orders: Orders) -> None:
     manager = _manager_of(engine)
-    _await_open(engine, manager)
-    found = manager.tier_stats()[0].used or 0
     warm_up(engine, orders.settings.workload.seed)
-    connection.send(Ready(found))
+    connection.send(Ready())
     settings = orders.settings
     for name in orders.passes:
         engine.reset_prefix_cache()
@@ -122,15 +116,6 @@ def _manager_of(engine: Engine) -> TieredOffloadingManager:
     manager = engine.connector.connector_scheduler.manager
     assert isinstance(manager, TieredOffloadingManager)
     return manager
-
-
-def _await_open(engine: Engine, manager: TieredOffloadingManager) -> None:
-    """Step until the tier is open. The files of a model have to be hashed first."""
-    until = time.monotonic() + _OPEN_SECONDS
-    while (state := manager.tier_stats()[0].state) != "open":
-        if time.monotonic() > until:
-            raise OutsideError(f"the disk tier was not open after {_OPEN_SECONDS:.0f} s: {state}")
-        engine.step()
 
 
 def _await_written(engine: Engine, manager: TieredOffloadingManager) -> None:

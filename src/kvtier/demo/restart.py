@@ -68,7 +68,7 @@ def _run(orders: Orders, result: DemoResult, watcher: Watcher) -> RestartResult:
         exit_code = first.kill()
     began = time.perf_counter()
     with _EngineProcess(replace(orders, passes=("disk",)), patience) as second:
-        found = second.expect(Ready).rows
+        second.expect(Ready)
         seconds = time.perf_counter() - began
         disk = second.watch("disk", len(orders.prompts), watcher)
         after = second.expect(TierStats)
@@ -78,7 +78,7 @@ def _run(orders: Orders, result: DemoResult, watcher: Watcher) -> RestartResult:
         disk,
         exit_code=exit_code,
         restart_seconds=seconds,
-        rows_found=found,
+        rows_found=after.used - after.demoted,
         tiers=(before, after),
     )
 

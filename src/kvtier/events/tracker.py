@@ -108,6 +108,13 @@ class _Chunk(_KeptChunk):
     """Media that were announced by the key alone, before the chunk was described."""
 
 
+class _Cleared(NamedTuple):
+    """The chunks that were held before a reset and are not announced as removed yet; their shared blocks."""
+
+    held: dict[OffloadKey, _Chunk]
+    shared: dict[tuple[str, int], dict[bytes, int]]
+
+
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_KeptChunk)
 
 
@@ -123,6 +130,7 @@ class OffloadingEventsTracker:
         # By medium and group: how many held chunks contain a block. A chunk's last block is not counted:
         # it is in no other chunk, because its hash is the key.
         self._shared: dict[tuple[str, int], dict[bytes, int]] = {}
+        self._cleared: list[_Cleared] = []  # the oldest first
 
     def __len__(self) -> int:
         """Return how many chunks are described."""
@@ -150,6 +158,17 @@ class OffloadingEventsTracker:
         self._planned.clear()
         self._held.clear()
         self._shared.clear()
+        self._cleared.clear()
+
+    def clear(self) -> None:
+        """Note that no medium holds anything any more, although the removals are announced only later.
+
+        Call it when all earlier changes are translated. The chunks that are stored from now on are described
+        anew, also if their former selves are not announced as removed yet.
+        """
+        if self._held:
+            self._cleared.append(_Cleared(self._held, self._shared))
+            self._held, self._shared = {}, {}
 
     # -- translating -------------------------------------------------------------------------------
 
@@ -228,9 +247,9 @@ class OffloadingEventsTracker:
         counts.update((block_hash, count + 1) for block_hash, count in zip(chunk.hashes, held, strict=False))
         return held.index(0) if 0 in held else len(held)
 
-    def _unshare(self, chunk: _Chunk, medium: str) -> Iterator[bytes]:
-        """Yield the blocks of a chunk that no other chunk of this medium has; count the others down."""
-        counts = self._shared[medium, chunk.group]
+    @staticmethod
+    def _unshare(chunk: _Chunk, counts: dict[bytes, int]) -> Iterator[bytes]:
+        """Yield the blocks of a chunk that no other chunk of its medium has; count the others down."""
         for block_hash in chunk.hashes[:-1]:
             counts[block_hash] -= 1
             if counts[block_hash] == 0:
@@ -242,16 +261,27 @@ class OffloadingEventsTracker:
         by_group: dict[int, list[ExternalBlockHash]] = {}
         for key in event.keys:
             hashes = by_group.setdefault(get_offload_group_idx(key), [])
-            chunk = self._held.get(key) if self._held else None
+            held, shared = self._find(key, event.medium) if self._cleared else (self._held, self._shared)
+            chunk = held.get(key)
             if chunk is None or event.medium not in chunk.media:
                 hashes.append(get_offload_block_hash(key))
                 if chunk is not None:
                     chunk.undescribed_in = _without(chunk.undescribed_in, event.medium)
             else:
-                hashes += self._unshare(chunk, event.medium)
+                hashes += self._unshare(chunk, shared[event.medium, chunk.group])
                 chunk.media = _without(chunk.media, event.medium)
+            if held is not self._held and chunk is not None and not _media(chunk):
+                del held[key]
+        self._cleared = [cleared for cleared in self._cleared if cleared.held]
         for group, hashes in by_group.items():
             yield BlockRemoved(hashes, event.medium, group_idx=group)
+
+    def _find(self, key: OffloadKey, medium: str) -> _Cleared:
+        """Return the chunks among which a medium holds a chunk: the oldest, since removals are in order."""
+        for cleared in self._cleared:
+            if (chunk := cleared.held.get(key)) is not None and medium in _media(chunk):
+                return cleared
+        return _Cleared(self._held, self._shared)
 
     def check(self) -> None:
         """Raise `IntegrityError` if a chunk is kept that no medium holds, or under a wrong key."""

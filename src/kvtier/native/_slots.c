@@ -620,8 +620,8 @@ static void book_dealloc(PyObject *object) {
     free_object(object);
 }
 
-/* Make the book of the borrowed arrays, with as many free slots as they have items. */
-static int make_book(Book *self) {
+/* Make the book of the borrowed arrays: all slots are free but those in `empty`, which have no key. */
+static int make_book(Book *self, Array *empty) {
     Py_ssize_t num_slots = self->readers.count;
     if (check_capacity(num_slots) < 0) return -1;
     if (self->evictable.count != num_slots || self->stored_by.count != num_slots) {
@@ -637,22 +637,35 @@ static int make_book(Book *self) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < num_slots; i++) self->free[i] = (int32_t)(num_slots - 1 - i);
     memset(self->is_free, 1, (size_t)num_slots);
+    for (Py_ssize_t i = 0; i < empty->count; i++) {
+        int64_t slot = get(empty, i);
+        if (slot < 0 || slot >= num_slots) {
+            PyErr_SetString(PyExc_ValueError, "expected slots of this book");
+            return -1;
+        }
+        self->is_free[slot] = 0;
+    }
+    self->num_free = 0;
+    for (Py_ssize_t slot = num_slots - 1; slot >= 0; slot--)
+        if (self->is_free[slot]) self->free[self->num_free++] = (int32_t)slot;
     return 0;
 }
 
 static PyObject *book_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *readers, *evictable, *stored_by;
+    PyObject *readers, *evictable, *stored_by, *no_key = NULL;
+    Array empty = {0};
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OOO", &readers, &evictable, &stored_by)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOO|O", &readers, &evictable, &stored_by, &no_key)) return NULL;
+    if (no_key != NULL && borrow(no_key, 8, 0, &empty) < 0) return NULL;
     Book *self = (Book *)new_object(type);
-    if (self == NULL) return NULL;
-    if (borrow(readers, 8, 1, &self->readers) < 0 || borrow(evictable, 1, 1, &self->evictable) < 0 ||
-        borrow(stored_by, 8, 1, &self->stored_by) < 0 || make_book(self) < 0) {
+    if (self != NULL &&
+        (borrow(readers, 8, 1, &self->readers) < 0 || borrow(evictable, 1, 1, &self->evictable) < 0 ||
+         borrow(stored_by, 8, 1, &self->stored_by) < 0 || make_book(self, &empty) < 0)) {
         Py_DECREF(self);
-        return NULL;
+        self = NULL;
     }
+    if (no_key != NULL) give_back(&empty);
     return (PyObject *)self;
 }
 

@@ -210,7 +210,7 @@ class OffloadingManager(ABC):
         return {} if reason is None else {"cpu": reason}
 
     def reset_cache(self) -> None:
-        """Make all chunks absent and announce it.
+        """Make all chunks absent. It is announced in this and the next calls of `take_events`.
 
         Places that running jobs use are freed when those jobs complete.
         """

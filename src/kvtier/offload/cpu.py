@@ -129,7 +129,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
         try:
             for tier in manager.tiers:
-                if isinstance(tier, SharedTier):  # an idle engine would not notice that the tier is open
+                if isinstance(tier, SharedTier):  # so that the first request need not wait for its server
                     tier.wait_open(REQUIRED_SECONDS if tier.required else _OPEN_SECONDS)
         except BaseException:
             manager.shutdown()

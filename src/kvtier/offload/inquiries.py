@@ -115,6 +115,11 @@ class Inquiries:
         asker = self._askers.get(context.req_id)
         return asker is not None and self._clock() < asker.deadline
 
+    def load(self) -> tuple[int, int]:
+        """Return how many requests wait for answers, and about how many chunks."""
+        asked = [len(inquiry.keys) for asker in self._askers.values() for inquiry in asker.inquiries]
+        return len(self._askers), sum(asked)
+
     def busy_tiers(self) -> list[Tier]:
         """Return the tiers whose answers a request waits for."""
         return [

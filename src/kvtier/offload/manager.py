@@ -9,8 +9,9 @@ a call costs little besides its keys, whether these are the thousand of a prompt
 block.
 
 Events: `prepare_store` announces the chunks it evicted, `complete_store` the chunks that became ready,
-`discard` and `reset_cache` the chunks that were ready and are now absent. Scheduler thread only; nothing
-blocks. A call that raises `InputError` has changed nothing.
+`discard` the chunks that were ready and are now absent. The chunks that `reset_cache` made absent are
+announced in slices, one at once and one for each `take_events`, but each before its key or its place is
+announced again. Scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ from kvtier.offload.base import (
 )
 from kvtier.offload.miss_history import MissHistory
 from kvtier.policies import CachePolicy, Slots, make_policy
-from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook, broken_rule, held_slots
+from kvtier.policies.slots import (
+    ABSENT,
+    WRITING,
+    ClearedChunks,
+    Mask,
+    SlotBook,
+    broken_rule,
+    held_slots,
+)
 from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
 
 __all__ = ["CPUOffloadingManager", "ManagerStats"]
@@ -41,6 +50,7 @@ __all__ = ["CPUOffloadingManager", "ManagerStats"]
 _MEDIUM = CPULoadStoreSpec.medium()
 _EVICTED = MissReason.EVICTED  # an enum lookup takes as long as the lookup of a key
 _NO_USER = -1  # no string has this hash
+_SLICE = 2048  # chunks of a reset announced at once: a millisecond or two for those who translate them
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +96,11 @@ class CPUOffloadingManager(OffloadingManager):
             raise InputError(
                 f"policy: expected one for {num_slots} slots, got one for {self.policy.capacity}"
             )
-        self._readers = np.zeros(num_slots, dtype=np.int64)  # WRITING while being written
-        self._evictable = np.zeros(num_slots, dtype=np.bool_)  # ready and unread
-        self._stored_by = np.zeros(num_slots, dtype=np.int64)  # hash of the request's id
         self._stays = np.zeros(num_slots, dtype=np.bool_)  # the chunk last put there must not leave the pool
         self._some_stay = False  # whether any chunk ever had to stay
-        self._book = SlotBook(self._readers, self._evictable, self._stored_by)
         self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
+        self._open_book(np.zeros(num_slots, dtype=np.int64))
+        self._cleared = ClearedChunks()
         self._store_threshold = store_threshold
         self._miss_history = MissHistory(max_tracked)
         self._events: list[OffloadingEvent] = []
@@ -125,7 +133,7 @@ class CPUOffloadingManager(OffloadingManager):
     def explain(self, key: OffloadKey) -> MissReason | None:
         found = self.lookup(key, NO_REQUEST)
         if found is False:
-            return self._miss_history.reason(key)
+            return MissReason.CLEARED if key in self._cleared else self._miss_history.reason(key)
         return None if found else MissReason.WRITING
 
     # -- load --------------------------------------------------------------------------------------
@@ -200,6 +208,8 @@ class CPUOffloadingManager(OffloadingManager):
         written = self._book.complete(keys)
         if success:
             self._stored += len(written)
+            if self._cleared:
+                self._announce_cleared(self._cleared.take_before(written, self._book.find(written)))
             self._announce(written, removed=False)
         else:
             slots = self._book.find(written)
@@ -220,9 +230,27 @@ class CPUOffloadingManager(OffloadingManager):
         self._drop(slots[self._book.find(keys) == slots], None)
 
     def reset_cache(self) -> None:
-        self._drop(self._held_slots(), MissReason.CLEARED)
+        """Make all chunks absent at once. Some of them are announced now, the others by `take_events`."""
+        book, readers, held = self._book, self._readers, self._held_slots()
+        busy = held[readers[held] != 0]
+        self._doomed.update(zip(busy.tolist(), book.keys(busy), strict=True))
+        used = _array(list(self._doomed))
+        left = np.zeros(self.num_slots, dtype=np.int64)
+        left[used] = readers[used]
+        self._open_book(left, used)
+        self._cleared.add(book, held[readers[held] != WRITING])
+        self._miss_history.note(book.keys(held[readers[held] == WRITING]), MissReason.CLEARED)
         self.policy.clear()
         self._miss_history.forget_offers()
+        self._announce_cleared(self._cleared.take(_SLICE))
+
+    def _open_book(self, readers: Slots, used: Slots | None = None) -> None:
+        """Begin with no chunks. `used` are the slots that jobs still use."""
+        self._readers = readers  # WRITING while being written
+        self._evictable = np.zeros(self.num_slots, dtype=np.bool_)  # ready and unread
+        self._stored_by = np.zeros(self.num_slots, dtype=np.int64)  # hash of the request's id
+        used = _array([]) if used is None else used
+        self._book = SlotBook(self._readers, self._evictable, self._stored_by, used)
 
     # -- for tiers below ---------------------------------------------------------------------------
 
@@ -263,8 +291,18 @@ class CPUOffloadingManager(OffloadingManager):
     # -- reports -----------------------------------------------------------------------------------
 
     def take_events(self) -> list[OffloadingEvent]:
+        if self._cleared:
+            self._announce_cleared(self._cleared.take(_SLICE))
         events, self._events = self._events, []
         return events
+
+    def has_pending_work(self) -> bool:
+        """Say whether chunks that a reset has made absent are not announced yet."""
+        return bool(self._cleared)
+
+    def _announce_cleared(self, keys: list[OffloadKey]) -> None:
+        self._miss_history.note(keys, MissReason.CLEARED)
+        self._announce(keys, removed=True)
 
     def stats(self) -> ManagerStats:
         """Return the slots by state, and the totals so far."""

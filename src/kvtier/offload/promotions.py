@@ -177,6 +177,11 @@ class Promotions:
             return False
         return self._clock() < waiter.deadline
 
+    def load(self) -> tuple[int, int]:
+        """Return how many requests wait for rows, and for how many rows, those that have come included."""
+        waiting = [len(w.wish.needed) for w in self._waiters.values() if w.missing or not w.is_submitted]
+        return len(waiting), sum(waiting)
+
     def find(self, keys: Sequence[OffloadKey]) -> list[Tier | None]:
         """Return for each key the first tier that can give it now."""
         found: list[Tier | None] = [None] * len(keys)

@@ -313,7 +313,16 @@ class TieredOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Say whether an idle engine should step: rows are being written, and one has moved recently."""
-        return any(tier.has_pending_work() for tier in self.tiers) or self._demotions.has_offers()
+        return (
+            any(tier.has_pending_work() for tier in self.tiers)
+            or self._demotions.has_offers()
+            or self.pool.has_pending_work()
+        )
+
+    def _is_writing(self) -> bool:
+        """Say whether rows are being written, and one has moved recently. Other work need not be ended."""
+        busy = self._demotions.has_jobs() and any(tier.has_pending_work() for tier in self.tiers)
+        return busy or self._demotions.has_offers()
 
     def wait_any(self, timeout: float) -> bool:
         """Block until a tier may have a result, for an engine that has nothing to do.
@@ -346,7 +355,7 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             self._offer_absent(tier, hot)
         self.end_step()
-        while self.has_pending_work() and self._clock() < until:
+        while self._is_writing() and self._clock() < until:
             for tier in self.tiers:
                 tier.wait_any(0.05)
             self.end_step()

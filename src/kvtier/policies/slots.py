@@ -8,7 +8,7 @@ batch of one key costs some 100 ns a call. Scheduler thread only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from itertools import islice, takewhile
 
@@ -23,6 +23,7 @@ __all__ = [
     "ABSENT",
     "SLOTS_BY",
     "WRITING",
+    "ClearedChunks",
     "GhostLists",
     "Mask",
     "RecencyList",
@@ -47,12 +48,18 @@ class PythonBook:
     whether the slot is ready and unread; and a number for the request that stored it.
     """
 
-    def __init__(self, readers: Slots, evictable: Mask, stored_by: Slots, /) -> None:
+    def __init__(
+        self, readers: Slots, evictable: Mask, stored_by: Slots, empty: Slots | None = None, /
+    ) -> None:
+        """Make a book with all slots free but those that are to be `empty`."""
         self._readers, self._evictable, self._stored_by = readers, evictable, stored_by
         self._slots: dict[OffloadKey, int] = {}
         self._keys: list[OffloadKey | None] = [None] * len(readers)
-        self._free = list(range(len(readers)))[::-1]  # a stack
-        self._is_free = [True] * len(readers)
+        taken = set() if empty is None else set(empty.tolist())
+        if taken and not 0 <= min(taken) <= max(taken) < len(readers):
+            raise ValueError("expected slots of this book")
+        self._free = [slot for slot in range(len(readers)) if slot not in taken][::-1]  # a stack
+        self._is_free = [slot not in taken for slot in range(len(readers))]
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -266,6 +273,52 @@ class PythonRecency:
     def slots(self) -> Slots:
         """Return all slots, the least recent first."""
         return _array(list(self._order))
+
+
+class ClearedChunks:
+    """Chunks that resets have made absent at once, and whose removals are announced in slices.
+
+    A removal is announced before its key, or a key in its slot, is announced as stored again
+    (`take_before`). The books of cleared chunks are emptied slice by slice, too: to free a million keys
+    takes as long as to announce them.
+    """
+
+    def __init__(self) -> None:
+        # The oldest book first, each with the slots that are left to announce, and a flag for each of these.
+        self._books: deque[tuple[SlotBook, Slots, Mask]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._books)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return any(book.get(key) is not None for book, _, _ in self._books)
+
+    def add(self, book: SlotBook, announced: Slots) -> None:
+        """Take over a book that nobody else uses any more, and the slots whose chunks were announced."""
+        if len(announced):
+            is_announced = np.zeros(announced.max() + 1, dtype=np.bool_)
+            is_announced[announced] = True
+            self._books.append((book, announced, is_announced))
+
+    def take(self, count: int) -> list[OffloadKey]:
+        """Remove and return up to `count` chunks."""
+        keys: list[OffloadKey] = []
+        while self._books and len(keys) < count:
+            book, slots, flags = self._books.popleft()
+            part, rest = slots[: count - len(keys)], slots[count - len(keys) :]
+            keys += book.remove(part)
+            if len(rest):
+                self._books.appendleft((book, rest, flags))
+        return keys
+
+    def take_before(self, keys: list[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        """Remove and return the chunks of these keys, and those that were in these slots."""
+        taken: list[OffloadKey] = []
+        for book, _, is_announced in self._books:
+            named = np.concatenate((book.held(keys), slots))
+            named = named[(named >= 0) & (named < len(is_announced))]
+            taken += book.remove(named[is_announced[named]])
+        return list(dict.fromkeys(taken))
 
 
 def _array(slots: list[int]) -> Slots:

@@ -12,6 +12,7 @@ test moves it; threads are real.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -376,12 +377,55 @@ class SharedTierSuite(MovingSuite):
             "valkey", ROW_BYTES, self.make_backend, namespace=lambda: names[0] if names else None, threads=2
         )
         assert tier.wait_open(_PATIENCE)
-        assert tier.lookup_many(keys(1)) == [False]
+        assert tier.lookup_many(keys(1)) == [None], "a request may wait for it"
         assert tier.lacks_namespace()
+        assert tier.explain(key(1)) is TierMiss.NOT_OPEN
         names.append("suite")
         assert tier.lookup_many(keys(1)) == [None], "it can be asked about now"
         assert tier.explain(key(1)) is None
         tier.check()
+        assert tier.close(_PATIENCE)
+
+    def test_questions_from_before_it_is_open_are_asked_then(self, drivers: list[TierDriver]) -> None:
+        """A server may answer only after the first request has come."""
+        self.drive(drivers).store(1)
+        names: list[str] = []
+        may_open, clock = threading.Event(), StandingClock()
+
+        def open_backend() -> Backend:
+            may_open.wait(_PATIENCE)
+            return self.make_backend()
+
+        tier = shared_tier.SharedTier(
+            "valkey",
+            ROW_BYTES,
+            open_backend,
+            namespace=lambda: names[0] if names else None,
+            threads=2,
+            clock=clock,
+        )
+        driver = TierDriver(tier, FaultyBackend(MemoryServer()), clock)
+        tier.ask(keys(1, 2), clock.now + 1.0)
+        names.append("suite")
+        may_open.set()
+        driver.wait(lambda: tier.lookup_many(keys(1, 2)) == [True, False])
+        tier.check()
+        assert tier.close(_PATIENCE)
+
+    def test_a_server_that_does_not_open_is_awaited_for_a_while(self) -> None:
+        may_open, clock = threading.Event(), StandingClock()
+        tier = shared_tier.SharedTier(
+            "valkey",
+            ROW_BYTES,
+            lambda: self.make_backend() if may_open.wait(_PATIENCE) else MemoryServer(),
+            namespace=lambda: "suite",
+            threads=2,
+            clock=clock,
+        )
+        assert tier.lookup_many(keys(1)) == [None]
+        clock.now += 10.0
+        assert tier.lookup_many(keys(1)) == [False]
+        may_open.set()
         assert tier.close(_PATIENCE)
 
     # Everything at once

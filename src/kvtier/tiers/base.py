@@ -238,7 +238,8 @@ class Tier(ABC):
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Say for each key whether it can be promoted now; `None`: not known yet, ask again. Starts no I/O.
 
-        A tier that is suspended or not open answers False for every key.
+        A tier that is suspended or not open answers False for every key; while it opens, for a bounded time,
+        `None`.
         """
 
     def lookup(self, key: OffloadKey) -> bool | None:
@@ -272,9 +273,9 @@ class Tier(ABC):
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         """Start to find out which of these chunks, a prefix from its head on, can be promoted.
 
-        Only a tier that answers `None` needs it. Until `deadline`, a lookup of these chunks answers `None`
-        or the result; after the deadline, a chunk without a result counts as absent. A key is asked about
-        only once at a time.
+        Only a tier that answers `None` when it is open needs it. Until `deadline`, a lookup of these chunks
+        answers `None` or the result; after the deadline, a chunk without a result counts as absent. A key is
+        asked about only once at a time.
         """
         return
 
@@ -336,7 +337,7 @@ class Tier(ABC):
         """Make everything absent for good: no earlier row comes back, in this process or a later one.
 
         Later rows belong to the namespace with this suffix, which no other reset has used. Earlier jobs end
-        as `RESET`. Removals are announced. May block as `discard` does.
+        as `RESET`. Removals are announced, in slices if there are many. May block as `discard` does.
         """
 
     def take_events(self) -> list[TierChange]:

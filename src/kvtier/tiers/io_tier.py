@@ -1,21 +1,24 @@
 """`IOTier`: the common base of tiers that move rows by I/O threads.
 
 It turns jobs into work for `tiers/io_threads`, and reports into results and counts. Stuck or failing calls
-suspend the tier (`tiers/health`); a probe ends the suspension. A tier that cannot be opened is tried again
-with growing pauses. A subclass says how it opens, which rows it takes, and how a row that was read or
-written changes its books: `_settle_read`, `_settle_write`. Scheduler thread only; only `wait_open`,
-`wait_any` and `close` block.
+suspend the tier (`tiers/health`); a probe ends the suspension. An I/O thread opens the tier, and tries again
+with growing pauses until that works: an idle engine makes no step and must find its tiers open all the same.
+A subclass says how it opens, which rows it takes, and how a row that was read or written changes its books:
+`_settle_read`, `_settle_write`. Scheduler thread only, except for functions that say that they run on an I/O
+thread; only `wait_open`, `wait_any` and `close` block.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import compress
+from typing import TypeVar
 
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
@@ -45,6 +48,18 @@ _STUCK_AFTER = 1.0
 _IDLE_AFTER = 1.0
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 10.0
 """Seconds between two attempts to open a tier."""
+_LOOK_EVERY = 0.02
+"""Seconds between two looks of an opening thread at the clock or the namespace."""
+_AWAITED_SECONDS = 10.0
+"""How long requests may wait for a tier that opens, each within its own patience. A million records take a
+second or two to read; a tier that takes longer than this hangs, or is too large to wait for.
+"""
+
+_T = TypeVar("_T")
+
+
+class _TierClosedError(Exception):
+    """The tier was closed while a thread was opening it."""
 
 
 class IOTier(Tier):
@@ -95,9 +110,12 @@ class IOTier(Tier):
         """An engine does not start without this tier."""
         self.where = f"{name} tier"
         """How lines in the log begin."""
-        self._opening = False
+        self._opening, self._opening_since = False, float("-inf")
+        self._ending = threading.Event()  # the tier is being closed
+        # Written by the opening thread, too.
         self._problem: str | None = None
-        self._backoff, self._retry_at = _FIRST_BACKOFF, 0.0
+        self._lacks_namespace = False
+        self._backoff, self._retry_at = _FIRST_BACKOFF, float("-inf")
         self._probing = False
         self._closed = False
         self._misses: RecentKeys[TierMiss] = RecentKeys(REMEMBERED)
@@ -143,7 +161,16 @@ class IOTier(Tier):
 
     def lacks_namespace(self) -> bool:
         """Say whether only the namespace is missing."""
-        return False
+        return self._lacks_namespace
+
+    def is_awaited(self) -> bool:
+        """Say whether the tier will probably be open soon, so that a request may wait for it."""
+        return (
+            not self.is_open()
+            and self._problem is None
+            and not self._closed
+            and self._clock() < self._opening_since + _AWAITED_SECONDS
+        )
 
     def wait_open(self, timeout: float = 30.0) -> bool:
         """Block until the tier is open, or only the namespace is missing. For the start of an engine.
@@ -151,22 +178,70 @@ class IOTier(Tier):
         `OutsideError` if the tier is `required` and cannot be opened; else False.
         """
         until = time.monotonic() + timeout
-        while not self.is_open() and (self._opening or self._problem is None):
+        while not self.is_open():
+            problem = self._problem
             self._results = self.poll()  # kept for the next caller of `poll`
             if self.is_open() or self.lacks_namespace():
                 return True
             left = until - time.monotonic()
-            if left <= 0 or self._problem is not None:
+            if left <= 0 or problem is not None:
                 break
-            self._io.wait_any(min(left, 0.1))
+            self._io.wait_any(min(left, _LOOK_EVERY))
         if not self.is_open() and self.required:
             why = self._problem or f"{self.where}: expected it to open within {timeout:g} s"
             raise OutsideError(f"{why} ({self.name}.required is true)")
         return self.is_open()
 
-    def _may_open(self) -> bool:
-        """Say whether it is time to try to open the tier."""
-        return not (self._opening or self._closed or self._clock() < self._retry_at)
+    def _begin_opening(self, open_once: Callable[[], _T], take: Callable[[_T], None]) -> None:
+        """Have an I/O thread call `open_once` until it succeeds; then `take` gets what it returned.
+
+        `take` runs on the scheduler thread, in the next poll or lookup.
+        """
+
+        def end(opened: _T | None, error: BaseException | None) -> None:
+            self._opening = False
+            if opened is not None:
+                take(opened)
+            elif not isinstance(error, _TierClosedError):
+                self._note_problem(error)
+
+        self._opening, self._opening_since = True, self._clock()
+        self._io.call(lambda: self._open_at_last(open_once), end)
+
+    def _open_at_last(self, open_once: Callable[[], _T]) -> _T:
+        """Try to open the tier until that works. On an I/O thread."""
+        while True:
+            self._await(lambda: self._clock() >= self._retry_at)
+            try:
+                opened = open_once()
+            except _TierClosedError:
+                raise
+            except BaseException as error:  # a panic of compiled code is no Exception
+                self._note_problem(error)
+            else:
+                self._note_solved()
+                return opened
+
+    def _await_namespace(self, namespace: Callable[[], str | None]) -> str:
+        """Wait until the namespace is known. On an I/O thread."""
+        self._lacks_namespace = True
+        try:
+            self._await(lambda: namespace() is not None)
+        finally:
+            self._lacks_namespace = False
+        return namespace() or ""
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds. On an I/O thread."""
+        while not condition():
+            if self._ending.wait(_LOOK_EVERY):
+                raise _TierClosedError
+
+    def _take_opened(self) -> None:
+        """Take over what a thread has opened, if it has. For a lookup: an idle engine does not poll."""
+        if self._opening and not self.is_open():
+            for report in self._io.poll():
+                self._settle(report)
 
     @property
     def _may_wait(self) -> bool:
@@ -174,7 +249,7 @@ class IOTier(Tier):
         return self._backoff < _LONGEST_BACKOFF
 
     def _note_problem(self, error: BaseException | None) -> None:
-        """Remember why the tier is not open, log it once, and schedule the next attempt."""
+        """Remember why the tier is not open, log it once, and set the time of the next attempt."""
         line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"
         if line != self._problem:
             logger.warning("%s; running without it", line)
@@ -189,7 +264,7 @@ class IOTier(Tier):
     def _note_solved(self) -> None:
         if self._problem is not None:
             logger.warning("%s: can be used now", self.where)
-        self._problem, self._backoff, self._retry_at = None, _FIRST_BACKOFF, 0.0
+        self._problem, self._backoff, self._retry_at = None, _FIRST_BACKOFF, float("-inf")
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -375,6 +450,7 @@ class IOTier(Tier):
                 self._release(release)
 
     def close(self, timeout: float = 5.0) -> bool:
+        self._ending.set()
         if self._closed:
             return self._io.close(0.0)
         self._closed = True

@@ -19,8 +19,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import compress
+from typing import NamedTuple
 
 from kvtier.config import format_size
 from kvtier.errors import IntegrityError
@@ -43,6 +43,13 @@ _LARGE_ROW = 64 << 10
 """From this size on, sending a row takes longer than asking whether it is there."""
 _ASK_FIRST, _SEND_AT_ONCE = -1, 0
 """Values of a written row's `place`. Servers have no places, so the field is free for this."""
+
+
+class _OpenedServer(NamedTuple):
+    """A backend whose server has answered, and the memory that it was told of."""
+
+    backend: Backend
+    memory: memoryview | None
 
 
 class SharedTier(IOTier):
@@ -84,6 +91,7 @@ class SharedTier(IOTier):
         self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
         self._place, self._told_open = place, False
+        self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # questions from before it was open
         self._suffix = ""  # of the last reset
         self._known, self._questions = KnownRows(REMEMBERED, clock), Questions()
         # Rows of the current scope that a call works on. No row is written or deleted beside another call.
@@ -94,7 +102,7 @@ class SharedTier(IOTier):
         self.undeleted: str | None = None
         """Why the last failed deletion failed. The rows are wrong, and a read of them fails its check.
         """
-        self._advance()
+        self._begin_opening(self._open_once, self._use)
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -102,61 +110,59 @@ class SharedTier(IOTier):
         return self._io.backend is not None and self._is_named
 
     def lacks_namespace(self) -> bool:
-        return self._io.backend is not None
+        return self._io.backend is not None and not self._is_named
 
     def lend(self, memory: memoryview) -> None:
         self._memory = memory
         backend, self._io.backend = self._io.backend, None
         if backend is not None:  # opened before: usable again once it knows the memory
-            self._begin_opening(partial(_with_memory, backend, memory))
+            self._lend_again(backend)
 
-    def _advance(self) -> None:
-        """Take the next step towards being open, if one is due."""
-        if self._io.backend is None and self._may_open():
-            memory = self._memory
-            self._begin_opening(lambda: _with_memory(_WriteOnce(self._open_backend()), memory))
-        if not self._is_named:
+    def _lend_again(self, backend: Backend) -> None:
+        opened = [backend]  # a backend that fails to take the memory is closed, and another is opened
+        self._begin_opening(lambda: self._open_once(opened.pop() if opened else None), self._use)
+
+    def _open_once(self, backend: Backend | None = None) -> _OpenedServer:
+        """Open the backend, unless it is open, and tell it which memory holds the rows. On an I/O thread."""
+        memory = self._memory
+        backend = _with_memory(backend or _WriteOnce(self._open_backend()), memory)
+        self._releases.add(backend.close)
+        return _OpenedServer(backend, memory)
+
+    def _use(self, opened: _OpenedServer) -> None:
+        if opened.memory is not self._memory:  # the memory was lent meanwhile
+            self._lend_again(opened.backend)
+        else:
+            self._io.backend = opened.backend
             self._take_name()
-        if self.is_open() and not self._told_open:
+
+    def _take_name(self) -> None:
+        """Take the namespace if it is known now, and ask what was to be asked once the tier is open."""
+        if not self._is_named and (namespace := self._namespace()) is not None:
+            self._is_named = True
+            self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
+        if self.is_open():
+            self._tell_place()
+            unasked, self._unasked = self._unasked, []
+            for keys, deadline in unasked:
+                self.ask(keys, deadline)
+
+    def _tell_place(self) -> None:
+        if not self._told_open:
             self._told_open = True
             size = format_size(self.row_bytes)
             self._tell_open(
                 self._place, f"rows of {size}; only the server knows how many it holds and may hold"
             )
 
-    def _take_name(self) -> None:
-        """Take the namespace if it is known now."""
-        if (namespace := self._namespace()) is not None:
-            self._is_named = True
-            self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
-
-    def _begin_opening(self, function: Callable[[], Backend]) -> None:
-        memory, self._opening = self._memory, True
-
-        def begin() -> Backend:
-            backend = function()
-            self._releases.add(backend.close)
-            return backend
-
-        def end(backend: Backend | None, error: BaseException | None) -> None:
-            self._opening = False
-            if error is not None or backend is None:
-                self._note_problem(error)
-            elif memory is not self._memory:  # the memory was lent meanwhile
-                self._begin_opening(partial(_with_memory, backend, self._memory))
-            else:
-                self._io.backend = backend
-                self._note_solved()
-
-        self._io.call(begin, end)
-
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        if not self._is_named:
-            self._take_name()  # an idle engine does not poll: the name may be known by now
+        if not self.is_open():  # an idle engine does not poll: it may be open by now
+            self._take_opened()
+            self._take_name()
         if not self._is_readable():
-            return [False] * len(keys)
+            return [None if self.is_awaited() else False] * len(keys)
         now = self._clock()
         return [self._look_up(key, now) for key in keys]
 
@@ -171,6 +177,8 @@ class SharedTier(IOTier):
         return None if self._questions.num_late == 0 else False
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
+        if self.is_awaited():
+            self._unasked.append((keys, deadline))
         if not self._is_readable() or self._questions.num_late:
             return
         new: list[OffloadKey] = []
@@ -303,7 +311,8 @@ class SharedTier(IOTier):
     def poll(self) -> list[TierResult]:
         self._look_after_questions()
         results = super().poll()
-        self._advance()
+        if not self.is_open():
+            self._take_name()
         return results
 
     # -- outcomes of rows --------------------------------------------------------------------------

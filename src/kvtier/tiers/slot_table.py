@@ -43,10 +43,8 @@ class SlotTable:
         if policy.capacity != num_slots:
             raise InputError(f"policy: expected one for {num_slots} slots, got one for {policy.capacity}")
         self.num_slots, self.policy = num_slots, policy
-        self._readers = np.zeros(num_slots, dtype=np.int64)
-        self._evictable = np.zeros(num_slots, dtype=np.bool_)
-        self._book = SlotBook(self._readers, self._evictable, np.zeros(num_slots, dtype=np.int64))
         self._doomed: set[int] = set()
+        self._open_book(np.zeros(num_slots, dtype=np.int64))
         self.ticks = np.zeros(num_slots, dtype=np.int64)
         """The tick of each slot's last use; the highest is the newest."""
         self._tick = 0
@@ -181,6 +179,29 @@ class SlotTable:
             [key for key, was_ready in zip(keys, flags, strict=True) if was_ready],
             [key for key, was_ready in zip(keys, flags, strict=True) if not was_ready],
         )
+
+    def clear(self) -> tuple[SlotBook, Slots, list[OffloadKey]]:
+        """Make all chunks absent; return their book, the slots that were ready, and the keys that were not.
+
+        Slots in use become doomed. The time does not depend on the number of chunks, but for some passes
+        over arrays.
+        """
+        book, readers, held = self._book, self._readers, self.held_slots()
+        self._doomed.update(held[readers[held] != 0].tolist())
+        used = np.array(sorted(self._doomed), dtype=np.int64)
+        left = np.zeros(self.num_slots, dtype=np.int64)
+        left[used] = readers[used]
+        self._open_book(left, used)
+        self.policy.clear()
+        are_written = readers[held] != WRITING
+        return book, held[are_written], book.keys(held[~are_written])
+
+    def _open_book(self, readers: Slots, used: Slots | None = None) -> None:
+        """Begin with no chunks. `used` are the slots that calls still use."""
+        self._readers = readers
+        self._evictable = np.zeros(self.num_slots, dtype=np.bool_)
+        used = np.zeros(0, dtype=np.int64) if used is None else used
+        self._book = SlotBook(readers, self._evictable, np.zeros(self.num_slots, dtype=np.int64), used)
 
     def _free_doomed(self, slots: Slots, readers: int) -> None:
         if self._doomed:

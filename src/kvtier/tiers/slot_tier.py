@@ -21,6 +21,7 @@ import numpy as np
 
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
+from kvtier.policies.slots import ClearedChunks
 from kvtier.tiers.base import Backend, BackendRow, Outcome, TierChange, TierJob, TierMiss
 from kvtier.tiers.io_threads import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
@@ -34,6 +35,8 @@ __all__ = ["SlotTier"]
 
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
+_SLICE = 2048
+"""Chunks of a reset that are announced per step."""
 _DISCARD_WAIT = 0.5
 """How long a discard may wait for deletions, and for writes that have begun."""
 
@@ -70,6 +73,7 @@ class SlotTier(IOTier):
         self._undeleted: set[int] = set()  # slots of dropped rows that a later process might find
         self._delete_again: list[Callable[[], None]] = []
         self._events: list[TierChange] = []
+        self._cleared, self._cleared_because = ClearedChunks(), TierMiss.CLEARED
 
     def open_table(self, table: SlotTable, backend: Backend, scope: SealScope) -> None:
         """Open the tier with these slots, this backend and this scope."""
@@ -78,12 +82,18 @@ class SlotTier(IOTier):
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        self._take_opened()
         table = self._readable()
-        return [False] * len(keys) if table is None else [*table.ready(_as_list(keys))]
+        if table is None:
+            return [None if self.is_awaited() else False] * len(keys)
+        return [*table.ready(_as_list(keys))]
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int:
+    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int | None:
+        self._take_opened()
         table = self._readable()
-        return 0 if table is None else table.leading(_as_list(keys))
+        if table is None:
+            return None if keys and self.is_awaited() else 0
+        return table.leading(_as_list(keys))
 
     def explain(self, key: OffloadKey) -> TierMiss | None:
         table = self._table
@@ -93,6 +103,8 @@ class SlotTier(IOTier):
             return TierMiss.WRITING
         if table.ready([key])[0]:
             return TierMiss.SUSPENDED if self._is_suspended(Direction.PROMOTE) else None
+        if key in self._cleared:
+            return self._cleared_because
         return self._misses.get(key) or TierMiss.NEVER_STORED
 
     def _readable(self) -> SlotTable | None:
@@ -289,9 +301,13 @@ class SlotTier(IOTier):
         if self._table is not None:
             self._misses.note(self._table.unwritten(_array(rows.places)), TierMiss.REFUSED)
 
-    def _announce_stored(self, keys: list[OffloadKey]) -> None:
+    def _announce_stored(
+        self, keys: list[OffloadKey], descriptions: tuple[bytes, ...] | None = None
+    ) -> None:
         if keys:
-            self._events.append(TierChange(tuple(keys), self.medium, False))
+            if self._cleared:
+                self._announce_cleared(self._cleared.take_before(keys, self._expect_table().find(keys)))
+            self._events.append(TierChange(tuple(keys), self.medium, False, descriptions))
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce the removal of keys that were ready in these slots."""
@@ -351,16 +367,29 @@ class SlotTier(IOTier):
         self._read_failures.clear()
         self._undeleted.clear()
         if self._table is not None:
-            slots = self._table.held_slots()
-            ready = np.array(self._table.ready(self._table.keys(slots)), dtype=np.bool_)
-            removed, unwritten = self._table.drop(slots)
-            self._table.policy.clear()
-            self._misses.note([*removed, *unwritten], reason)
-            self._announce_removed(removed, slots[ready])
+            book, ready, unwritten = self._table.clear()
+            self._cleared.add(book, self._announced(ready))
+            self._cleared_because = reason
+            self._misses.note(unwritten, reason)
+            self._announce_cleared(self._cleared.take(_SLICE))
 
     def take_events(self) -> list[TierChange]:
+        if self._cleared:
+            self._announce_cleared(self._cleared.take(_SLICE))
         events, self._events = self._events, []
         return events
+
+    def _announced(self, slots: Slots) -> Slots:
+        """Return those of the slots whose chunks were announced; their removal is about to be."""
+        return slots
+
+    def _announce_cleared(self, keys: list[OffloadKey]) -> None:
+        if keys:
+            self._misses.note(keys, self._cleared_because)
+            self._events.append(TierChange(tuple(keys), self.medium, True))
+
+    def has_pending_work(self) -> bool:
+        return super().has_pending_work() or bool(self._cleared)
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -63,6 +63,10 @@ _READ_AT_ONCE = 64 << 20
 _LONGEST_RUN = 64
 """Rows in one call; the system takes up to 1,024 pieces of memory."""
 _TICK_AT = RECORD_BYTES - TICK.size
+_REGION = 512
+"""Records rewritten at once when many last uses have changed: 64 KiB."""
+_SINGLE_TICKS = 8
+"""Up to so many last uses of a region are written one by one: that is faster than rewriting the region."""
 
 
 class PlaceRefused(OutsideError):
@@ -94,6 +98,7 @@ class DiskFiles(Backend):
         """When each slot was last used. The tier owns this array, and its thread writes to it."""
         self._saved_ticks = self.ticks.copy()
         self._header_lock = threading.Lock()
+        self._records_lock = threading.Lock()  # a region of records is rewritten, or a record is written
         self._buffers = threading.local()
         self.on_write_step: Callable[[str], None] = _on_write_step
         self._dirty = False
@@ -271,7 +276,7 @@ class DiskFiles(Backend):
             pack_record(row.place, row.key, row.seal, length, row.scope, tick)
             for row, length, tick in zip(run, lengths, ticks, strict=True)
         ]
-        _write_all(self._records, b"".join(records), HEADER_BYTES + first * RECORD_BYTES)
+        self._write_records(first, b"".join(records))
         self._seals[first * SEAL_BYTES : (first + count) * SEAL_BYTES] = b"".join([row.seal for row in run])
         self._lengths[first : first + count] = array("q", lengths)
         self._dirty = True
@@ -318,14 +323,18 @@ class DiskFiles(Backend):
     def empty_records(self, slots: Sequence[int]) -> None:
         """Empty the records of slots, whatever is in them."""
         for slot in slots:
-            _write_all(self._records, EMPTY, HEADER_BYTES + slot * RECORD_BYTES)
+            self._write_records(slot, EMPTY)
 
     def _empty(self, first: int, count: int) -> None:
         """Make slots absent, for later processes too, before anything is written into them."""
         if any(self._lengths[first : first + count]):
             self._lengths[first : first + count] = array("q", bytes(8 * count))
             self.on_write_step("emptied record")
-            _write_all(self._records, EMPTY * count, HEADER_BYTES + first * RECORD_BYTES)
+            self._write_records(first, EMPTY * count)
+
+    def _write_records(self, first: int, records: bytes) -> None:
+        with self._records_lock:
+            _write_all(self._records, records, HEADER_BYTES + first * RECORD_BYTES)
 
     def _move(
         self, move: Callable[[int, list[memoryview], int], int], run: list[BackendRow], *, into_memory: bool
@@ -379,10 +388,26 @@ class DiskFiles(Backend):
         """Save the last uses that have changed since the last save, and return how many."""
         now = self.ticks.copy()
         changed = np.flatnonzero(now != self._saved_ticks)
-        for slot, tick in zip(changed.tolist(), now[changed].tolist(), strict=True):
-            _write_all(self._records, TICK.pack(tick), HEADER_BYTES + slot * RECORD_BYTES + _TICK_AT)
+        starts = np.flatnonzero(np.diff(changed // _REGION, prepend=-1))
+        for slots in np.split(changed, starts[1:]):
+            self._save_ticks(slots, now[slots])
         self._saved_ticks = now
         return len(changed)
+
+    def _save_ticks(self, slots: npt.NDArray[np.int64], ticks: npt.NDArray[np.int64]) -> None:
+        """Save the last uses of slots of one region of the records."""
+        if len(slots) <= _SINGLE_TICKS:
+            for slot, tick in zip(slots.tolist(), ticks.tolist(), strict=True):
+                _write_all(self._records, TICK.pack(tick), HEADER_BYTES + slot * RECORD_BYTES + _TICK_AT)
+            return
+        first, last = int(slots[0]), int(slots[-1])
+        region, offset = bytearray((last + 1 - first) * RECORD_BYTES), HEADER_BYTES + first * RECORD_BYTES
+        with self._records_lock:  # a record that another thread writes meanwhile must not be undone
+            if os.preadv(self._records, [region], offset) < len(region):
+                raise OSError(errno.EIO, f"expected {len(region)} bytes of records, got less")
+            words = np.frombuffer(region, dtype="<i8").reshape(-1, RECORD_BYTES // TICK.size)
+            words[slots - first, _TICK_AT // TICK.size] = ticks
+            _write_all(self._records, region, offset)
 
     def save_header(
         self,
@@ -562,7 +587,7 @@ def _copy_pieces(pieces: Sequence[memoryview], buffer: npt.NDArray[np.uint8], *,
         at += piece.nbytes
 
 
-def _write_all(descriptor: int, content: bytes, offset: int) -> None:
+def _write_all(descriptor: int, content: bytes | bytearray, offset: int) -> None:
     if os.pwrite(descriptor, content, offset) < len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

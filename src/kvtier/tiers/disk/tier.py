@@ -1,9 +1,10 @@
 """`DiskTier`: rows in files that outlive the process.
 
-It opens itself on its I/O threads: first it locks the folder; then, when the namespace is known, it opens
-that namespace's place, reads the records and has the rows of the earlier process. Until then it holds
-nothing. A failed attempt is repeated with growing pauses. So a second engine on one folder runs without the
-tier and takes over when the first has gone, and a folder that has vanished is made again.
+It opens itself on an I/O thread, without a step of the engine: first it locks the folder; then, when the
+namespace is known, it opens that namespace's place, reads the records and has the rows of the earlier
+process. Until then it holds nothing, and requests may wait for it (`IOTier.is_awaited`). A failed attempt is
+repeated with growing pauses. So a second engine on one folder runs without the tier and takes over when the
+first has gone, and a folder that has vanished is made again.
 
 Restored rows are announced in slices, newest first, with the descriptions that were kept. Every few seconds
 the tier saves last uses, prices and the count of the write limit. A reset writes a new epoch before any
@@ -30,7 +31,7 @@ from kvtier.config import DiskConfig, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
-from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
+from kvtier.tiers.base import Outcome, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
 from kvtier.tiers.disk.folder import (
     DiskPlace,
@@ -123,7 +124,6 @@ class DiskTier(SlotTier):
         self._epoch_unsaved = self._epoch_saving = False
         self._epoch_at = 0.0
         self._epoch_written = threading.Event()
-        self._ending = threading.Event()
         self._headers = threading.Lock()  # for headers of places; on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
@@ -135,23 +135,21 @@ class DiskTier(SlotTier):
         self._describing = False
         self._saving = False
         self._save_at = 0.0
-        self._advance()
+        self._begin_opening(self._open_once, self._use)
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def lacks_namespace(self) -> bool:
-        return self._lock is not None and not self._opening and self._problem is None
-
-    def _advance(self) -> None:
-        """Take the next step towards being open, if one is due."""
-        if self._table is not None or not self._may_open():
-            return
+    def _open_once(self) -> _Opened:
+        """Lock the folder, unless it is locked, and open the place of the namespace. On an I/O thread."""
         if self._lock is None:
-            self._opening = True
-            self._io.call(self._own, self._end_owning)
-        elif (namespace := self._namespace()) is not None:
-            self._opening = True
-            self._io.call(lambda: self._open(namespace), self._end_opening)
+            self._lock = self._own()
+            self._note_solved()
+        try:
+            return self._open(self._await_namespace(self._namespace))
+        except _Vanished:
+            self._release(self._lock.release)
+            self._lock = None
+            raise
 
     def _own(self) -> FolderLock:
         """Lock the folder; after the first time, only on the same file system. On an I/O thread."""
@@ -159,16 +157,6 @@ class DiskTier(SlotTier):
         self._releases.add(lock.release)
         self._device = lock.device
         return lock
-
-    def _end_owning(self, lock: FolderLock | None, error: BaseException | None) -> None:
-        self._opening = False
-        if error is not None or lock is None:
-            self._note_problem(error)
-        else:
-            self._lock = lock
-            self._note_solved()
-            self._save_epoch()
-            self._advance()
 
     def _open(self, namespace: str) -> _Opened:
         """Open the place and fill a table. On an I/O thread."""
@@ -273,14 +261,7 @@ class DiskTier(SlotTier):
             logger.warning(line, self._folder, format_size(others), self._folder.parent)
         return share, now
 
-    def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
-        self._opening = False
-        if error is not None or opened is None:
-            if isinstance(error, _Vanished):
-                self._disown()
-            self._note_problem(error)
-            return
-        self._note_solved()
+    def _use(self, opened: _Opened) -> None:
         self._files = opened.files
         self.open_table(opened.table, opened.files, opened.scope)
         self._limit.restore(opened.files.header.written)
@@ -307,7 +288,6 @@ class DiskTier(SlotTier):
         results = super().poll()
         if self._lost is not None:
             self._lose(self._lost)
-        self._advance()
         self._save_epoch()
         self._announce_slice()
         self._save()
@@ -340,17 +320,21 @@ class DiskTier(SlotTier):
         """Announce the chunks that are unchanged since their descriptions were requested."""
         still = self._silent[slots].tolist() if len(self._silent) else [False] * len(keys)
         self._silent[slots[still]] = False
-        told = list(compress(zip(keys, descriptions, strict=True), still))
-        if told:
-            names, texts = zip(*told, strict=True)
-            self._events.append(TierChange(names, self.medium, False, texts))
+        told = tuple(compress(descriptions, still))
+        self._announce_stored(list(compress(keys, still)), told)
+
+    def _announced(self, slots: Slots) -> Slots:
+        if not self._some_silent:
+            return slots
+        announced = slots[~self._silent[slots]]
+        self._silent[slots] = False
+        return announced
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce removals, except of chunks that were never announced."""
         if self._some_silent:
-            silent = self._silent[slots]
+            keys = list(compress(keys, (~self._silent[slots]).tolist()))
             self._silent[slots] = False
-            keys = list(compress(keys, (~silent).tolist()))
         super()._announce_removed(keys, slots)
 
     def _save(self) -> None:
@@ -415,6 +399,7 @@ class DiskTier(SlotTier):
         for health in self._health.values():
             health.resume()
         self._note_problem(OutsideError(why))
+        self._begin_opening(self._open_once, self._use)
 
     def _disown(self) -> None:
         lock, self._lock = self._lock, None
@@ -429,6 +414,7 @@ class DiskTier(SlotTier):
         Waits for the write to the page cache, for half a second at most, but not if the disk is suspended or
         has not yet written an earlier reset.
         """
+        self._take_opened()
         self._suffix = suffix
         if self._files is not None:
             self._to_announce = _NO_SLOTS
@@ -504,7 +490,9 @@ class DiskTier(SlotTier):
     def has_pending_work(self) -> bool:
         recent = self._clock() - self._last_progress < 1.0
         announcing = len(self._to_announce) > 0 or self._describing
-        return super().has_pending_work() or (announcing and recent and not self._closed)
+        return (
+            super().has_pending_work() or (announcing and recent and not self._closed) or self.is_awaited()
+        )
 
     def close(self, timeout: float = 5.0) -> bool:
         files, first = self._files, not self._closed
