@@ -96,9 +96,8 @@ class WeightsFiles:
                 f"{self.folder}: expected the files of when the engine was made, found others"
             )
         digests = digests or Digests(default_file())
-        return [
-            [self._name(path), state.size, digests.of(path, state)] for path, state in self._found.items()
-        ]
+        found = sorted((self._name(path), path, state) for path, state in self._found.items())
+        return [[name, state.size, digests.of(path, state)] for name, path, state in found]
 
     def _name(self, path: Path) -> str:
         """Return a file's name in the folder: with `..`, or whole, if an index names a file elsewhere."""

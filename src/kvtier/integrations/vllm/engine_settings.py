@@ -57,7 +57,8 @@ HARMLESS = _by_name(
         "after the KV: logits, sampling and text": """
             ModelConfig.generation_config ModelConfig.logits_processors ModelConfig.logprobs_mode
             ModelConfig.max_logprobs ModelConfig.override_generation_config ModelConfig.return_sampling_mask
-            ModelConfig.use_fp64_gumbel VllmConfig.reasoning_config VllmConfig.structured_outputs_config
+            ModelConfig.use_fp64_gumbel ParallelConfig.enable_batch_sharded_sampling
+            VllmConfig.reasoning_config VllmConfig.structured_outputs_config
             VllmConfig.watermark_config""",
         "the seed of sampling; that of random weights is part of the weights": "ModelConfig.seed",
         "the server's interface": """

@@ -11,13 +11,13 @@ functions.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.model_executor.model_loader import get_model_loader
 from vllm.transformers_utils.repo_utils import hf_api
 
 from kvtier.errors import OutsideError
@@ -76,7 +76,9 @@ def _weights(model: ModelConfig, load: LoadConfig) -> Weights:
 
 def _refuse(name: str, load_format: str) -> Any:
     expected = "expected all weights in a local folder or in a commit of the Hugging Face hub's cache"
-    raise OutsideError(f"{name}: {expected}, got load format {load_format} and no such folder")
+    raise OutsideError(
+        f"{name}: {expected}, got weights or code of other places (load format {load_format})"
+    )
 
 
 def _is_elsewhere(model: ModelConfig, load: LoadConfig) -> bool:
@@ -88,11 +90,17 @@ def _is_elsewhere(model: ModelConfig, load: LoadConfig) -> bool:
     if load.load_format not in _FILE_FORMATS or model.model_weights:
         return True
     return (
-        not type(get_model_loader(load)).__module__.startswith("vllm.")
+        _is_replaced(load)
         or "pattern" in load.model_loader_extra_config
         or any(getattr(model.hf_config, name, None) for name in _ELSEWHERE)
         or (model.trust_remote_code and _uses_foreign_code(model))
     )
+
+
+def _is_replaced(load: LoadConfig) -> bool:
+    """Return whether a plug-in has put a loader of its own in the place of vLLM's."""
+    loaders = sys.modules.get("vllm.model_executor.model_loader")  # which a plug-in imports, and we need not
+    return loaders is not None and not type(loaders.get_model_loader(load)).__module__.startswith("vllm.")
 
 
 def _uses_foreign_code(model: ModelConfig) -> bool:
