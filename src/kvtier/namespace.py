@@ -1,9 +1,11 @@
 """The namespace of an engine's bytes. It covers the content of the weights, so it may be known only later.
 
-`WeightsFiles` are the files of a model's folder that decide what KV it computes. Only all of their bytes
-tell two models apart: a fine-tune has the names and sizes of its base, and may differ in one matrix. Reading
-the files takes about as long as loading the model did. So they are read once (`digests` remembers) and
-beside the engine's work; a `Namespace` tells when the result is known.
+`WeightsFiles` are the files of a model's folder that decide what KV it computes, and the files that an index
+in the folder names, wherever they are. Only all of their bytes tell two models apart: a fine-tune has the
+names and sizes of its base, and may differ in one matrix. Reading the files takes about as long as loading
+the model did. So they are read once (`digests` remembers) and beside the engine's work; a `Namespace` tells
+when the result is known. A file of the Hugging Face hub's cache is not read: the cache has named it by its
+digest, and that name is believed.
 
 Until it is known, nothing may be shared with another process. If the content cannot be known, the namespace
 is random, so that nothing is ever shared. Only `wait` and `manifest` block. Any thread may call all of this.
@@ -11,6 +13,7 @@ is random, so that nothing is ever shared. Only `wait` and `manifest` block. Any
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from kvtier.digests import Digests, FileState, default_file
-from kvtier.errors import OutsideError
+from kvtier.errors import OutsideError, show_value
 
 __all__ = ["Namespace", "WeightsFiles"]
 
@@ -44,6 +47,9 @@ _SHAPES = {".json", ".py", ".yaml", ".yml"}
 
 Each of them may change KV.
 """
+
+_INDEX = ".index.json"
+"""The end of the name of an index, which tells the file of each tensor."""
 
 _WITHOUT_EFFECT = {
     # These act before the KV is computed (text to tokens) or after it (logits to text).
@@ -90,16 +96,23 @@ class WeightsFiles:
                 f"{self.folder}: expected the files of when the engine was made, found others"
             )
         digests = digests or Digests(default_file())
-        return [
-            [path.relative_to(self.folder).as_posix(), state.size, digests.of(path, state)]
-            for path, state in self._found.items()
-        ]
+        found = sorted((self._name(path), path, state) for path, state in self._found.items())
+        return [[name, state.size, digests.of(path, state)] for name, path, state in found]
+
+    def _name(self, path: Path) -> str:
+        """Return a file's name in the folder: with `..`, or whole, if an index names a file elsewhere."""
+        return (path.relative_to(self.folder) if path.is_relative_to(self.folder) else path).as_posix()
 
 
 def _look(folder: Path) -> dict[Path, FileState] | str:
     """Return the state of every file that counts, or the problem with one of them."""
     try:
-        return {path: FileState.of(path) for path in sorted(_walk(folder))}
+        files = set(_walk(folder))
+        for index in [path for path in files if path.name.endswith(_INDEX)]:
+            files |= _files_named_by(index)
+        return {path: FileState.of(path) for path in sorted(files)}
+    except OutsideError as error:
+        return str(error)
     except OSError as error:
         path, problem = error.filename or folder, error.strerror or error
         return f"{path}: expected a file or folder that can be read: {problem}"
@@ -113,6 +126,24 @@ def _walk(folder: Path) -> Iterator[Path]:
         parts = sorted(filter(_is_part, folders))
         folders[:] = [part for part in parts if os.path.realpath(os.path.join(root, part)) not in seen]
         yield from (Path(root, file) for file in files if _counts(file))
+
+
+def _files_named_by(index: Path) -> set[Path]:
+    """Return the files that an index names, whatever their folder and suffix, and that exist.
+
+    A loader that uses an index fails if a file of it is missing. So an index without its files belongs to a
+    form of the weights that was not downloaded and is not loaded.
+    """
+    try:
+        content = json.loads(index.read_bytes())
+    except ValueError as error:
+        raise OutsideError(f"{index}: expected an index of weights in JSON: {error}") from None
+    names = content.get("weight_map", {}) if isinstance(content, dict) else {}
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        expected = f"{index}: expected weight_map to name the file of each tensor"
+        raise OutsideError(f"{expected}, got {show_value(names)}")
+    files = {index.parent / name for name in set(names.values())}
+    return {file for file in files if os.path.lexists(file)}
 
 
 def _fail(error: OSError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -33,6 +34,11 @@ def write(folder: Path, *files: str, content: bytes = b"weights") -> Path:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(content)
     return folder
+
+
+def write_index(folder: Path, *files: str, name: str = "model.safetensors.index.json") -> Path:
+    weight_map = {f"tensor {number}": file for number, file in enumerate(files)}
+    return write(folder, name, content=json.dumps({"weight_map": weight_map}).encode())
 
 
 class TestWeightsFiles:
@@ -106,7 +112,65 @@ class TestWeightsFiles:
             "tokenizer.json",
             "tokenizer.model",
         ]
-        assert names(write(tmp_path, *counted, *ignored)) == counted
+        write(tmp_path, *counted, *ignored)
+        assert names(write_index(tmp_path, "model-00001-of-00002.safetensors")) == counted
+
+    @pytest.mark.parametrize(
+        "file",
+        [
+            ".hidden/model.safetensors",
+            "../else/model.safetensors",
+            "checkpoint-500/model.safetensors",
+            "optimizer.bin",
+            "original/model.safetensors",
+            "weights.data",
+        ],
+    )
+    def test_files_that_an_index_names_count_wherever_they_are(self, tmp_path: Path, file: str) -> None:
+        """A folder that is skipped, or a suffix that does not count, once hid weights that were loaded."""
+        folder = write_index(write(tmp_path / "model", "config.json", "extra.bin", file), file)
+        before = manifest(folder)
+        assert file in names(folder)
+        assert manifest(shutil.copytree(tmp_path, tmp_path.with_suffix(".copy")) / "model") == before
+        write(folder, file, content=b"another")
+        assert manifest(folder) != before
+
+    def test_files_that_an_index_names_elsewhere(self, tmp_path: Path) -> None:
+        """By their whole path, or behind a link."""
+        write(tmp_path, "one.data", "two.data")
+        folder = write_index(write(tmp_path / "model", "model.bin"), str(tmp_path / "one.data"), "link")
+        (folder / "link").symlink_to(tmp_path / "two.data")
+        for file in ("one.data", "two.data"):
+            before = manifest(folder)
+            write(tmp_path, file, content=b"another")
+            assert manifest(folder) != before
+
+    def test_an_index_of_files_that_were_not_downloaded(self, tmp_path: Path) -> None:
+        """Many models are there in two forms, and only the indexes of both are small."""
+        folder = write_index(write(tmp_path, "model.safetensors"), "model.safetensors")
+        before = manifest(write_index(folder, "absent.bin", name="pytorch_model.bin.index.json"))
+        assert names(folder) == [
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model.bin.index.json",
+        ]
+        assert manifest(write(folder, "absent.bin")) != before
+
+    @pytest.mark.parametrize("content", [b"{", b"\xff", b'{"weight_map": [1]}', b'{"weight_map": {"a": 1}}'])
+    def test_an_index_that_cannot_be_read_is_refused(self, tmp_path: Path, content: bytes) -> None:
+        write(write(tmp_path, "model.bin"), "model.safetensors.index.json", content=content)
+        with pytest.raises(OutsideError, match=r"model\.safetensors\.index\.json: expected"):
+            manifest(tmp_path)
+
+    def test_a_file_of_an_index_that_cannot_be_read_is_refused(self, tmp_path: Path) -> None:
+        write_index(write(tmp_path, "model.bin"), "pipe", "dangling")
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(OutsideError, match=r"pipe: expected .*: not a regular file"):
+            manifest(tmp_path)
+        (tmp_path / "pipe").unlink()
+        (tmp_path / "dangling").symlink_to("nowhere")
+        with pytest.raises(OutsideError, match=r"dangling: expected .*: No such file"):
+            manifest(tmp_path)
 
     def test_names_count(self, tmp_path: Path) -> None:
         assert manifest(write(tmp_path / "a", "a.bin")) != manifest(write(tmp_path / "b", "b.bin"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import threading
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 from tests.unit.test_digests import forbid_reading, hub_file
-from tests.vllm.engines import vllm_engine
+from tests.vllm.device import on_gpu
+from tests.vllm.engines import Engine, make_prompt, vllm_engine
+from tests.vllm.models import save_blip2
 from tests.vllm.test_contract import cache_config, engine_config
+from tests.vllm.test_tiers import wait_open, wait_written
 
 from kvtier.namespace import Namespace, WeightsFiles
 
@@ -137,6 +141,98 @@ def test_the_draft_model_counts(llama: Path, tmp_path: Path, cache_config: Any, 
         speculative = {"model": str(draft), "method": method, "num_speculative_tokens": 2}
         names.add(known(engine_config(llama, speculative_config=speculative), cache_config))
     assert len(names) == 3
+
+
+def ask_about_image(engine: Engine) -> tuple[list[int], int]:
+    """Return the answer to a question about an image, and how much was cached."""
+    from PIL import Image
+
+    image = Image.frombytes("RGB", (28, 28), random.Random(0).randbytes(28 * 28 * 3))
+    prompt = {"prompt_token_ids": make_prompt(1, 40), "multi_modal_data": {"image": image}}
+    (done,) = engine.llm.generate([prompt], engine.params(8), use_tqdm=False)
+    return list(done.outputs[0].token_ids), done.num_cached_tokens
+
+
+def test_images_that_are_prepared_in_another_way_are_computed(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """vLLM names an image by its content as it came. The second start once answered as the first."""
+    model, changed = save_blip2(tmp_path_factory.mktemp("blip2")), {"do_normalize": False}
+    answers, cached = [], []
+    starts = [(True, None), (True, changed), (False, changed), (True, None), (True, changed)]
+    for with_disk, options in starts:
+        # The first start may take all that it is given of the folder, so later ones are given more.
+        disk = {"path": str(tmp_path), "capacity": "64MiB" if answers else "16MiB"}
+        kvtier = {"tiers": [{"disk": disk}], "load_deadline": "30s"} if with_disk else None
+        with vllm_engine(model, kvtier, skip_tokenizer_init=False, mm_processor_kwargs=options) as engine:
+            if with_disk:
+                wait_open(engine)
+            answer, hit = ask_about_image(engine)
+            if with_disk:
+                wait_written(engine)
+        answers.append(answer)
+        cached.append(hit)
+    first, second, computed, *again = answers
+    assert second == computed != first
+    assert again == [first, second]
+    assert cached == [0, 0, 0, 64, 64]
+
+
+@pytest.mark.parametrize(("dtype", "counts"), [("bfloat16", True), ("float32", False)])
+def test_the_layout_of_cpu_kernels_counts(
+    llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, counts: bool
+) -> None:
+    """With AMX the keys of a block in bf16 have another order than without."""
+    if on_gpu():
+        pytest.skip("no CPU kernels")
+    names = set()
+    for has_amx in (False, True):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        names.add(known(engine_config(llama, dtype=dtype), cache_config))
+    assert len(names) == 1 + counts
+
+
+class TestOtherSources:
+    """Weights or code that vLLM does not take from the model's folder make a namespace like no other."""
+
+    def test_a_pattern_of_files(self, llama: Path, cache_config: Any) -> None:
+        config = engine_config(llama, load_format="sharded_state")
+        assert describe(config, cache_config).problem is None
+        config.load_config.model_loader_extra_config = {"pattern": "../{rank}-{part}.safetensors"}
+        assert describe(config, cache_config).problem is not None
+
+    def test_a_loader_of_a_plug_in(
+        self, llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.model_executor import model_loader
+
+        class Loader(model_loader.DefaultModelLoader):
+            pass
+
+        monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "auto", Loader)
+        assert describe(engine_config(llama), cache_config).problem is not None
+
+    @pytest.mark.parametrize(
+        ("owner", "trusted", "is_known"),
+        [("", True, True), ("org/other--", True, False), ("org/other--", False, True)],
+    )
+    def test_code_of_another_repository(
+        self, llama: Path, cache_config: Any, owner: str, trusted: bool, is_known: bool
+    ) -> None:
+        config = engine_config(llama)
+        config.model_config.trust_remote_code = trusted
+        config.model_config.hf_config.auto_map = {"AutoModelForCausalLM": f"{owner}modeling.Model"}
+        assert (describe(config, cache_config).problem is None) == is_known
+
+
+def test_a_setting_without_a_name_is_like_no_other(llama: Path, cache_config: Any) -> None:
+    config = engine_config(llama)
+    config.additional_config = {"hook": lambda: None}
+    names = [describe(config, cache_config) for _ in range(2)]
+    assert names[0].get_nowait() != names[1].get_nowait()
+    assert "VllmConfig.additional_config['hook']: expected a value that has the same" in str(
+        names[0].problem
+    )
 
 
 def test_the_start_does_not_wait(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,18 @@ __all__ = [
 _BLOCK_BYTES = 256
 """The approximate bytes of the cache's records for a block."""
 
+_HARMLESS = {
+    "device": "its kind is covered, and its number is a place",
+    "enable_prefix_caching": "which blocks the engine keeps for itself",
+    "kv_events": "what is told of blocks",
+    "max_model_len": "how long requests may be; the model's own config decides on positions",
+    "max_num_batched_tokens": "in which pieces prompts are computed",
+    "max_num_seqs": "which requests run together",
+    "num_blocks": "how much memory",
+    "seed": "the seed of sampling",
+}
+"""Fields of `EngineConfig` that KV does not depend on, with the reason. All others make the namespace."""
+
 
 def make_decoder(model: ModelConfig, weights: Mapping[str, Tensor], config: EngineConfig) -> Decoder:
     """Put a model's weights on the engine's device."""
@@ -128,7 +140,9 @@ def describe_cache(
         kv_layout=config.kv_layout,
         groups=[asdict(group) for group in described],
         parallelism=1,
-        compute_dtype=config.compute_dtype,
+        model=asdict(model),
+        engine={field: value for field, value in asdict(config).items() if field not in _HARMLESS},
+        device=config.device.partition(":")[0],
     )
     return OffloadingConfig(
         settings=settings,

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 import torch
-import vllm
 from vllm.config.cache import CacheDType
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 from vllm.logger import init_logger
@@ -30,8 +29,9 @@ from kvtier import __version__
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
 from kvtier.connector import ConnectorRole
 from kvtier.errors import ConfigError, InputError
+from kvtier.integrations.vllm.engine_settings import all_settings, installed_libraries
 from kvtier.integrations.vllm.pipeline_stages import BytesByRank, gather_bytes_by_rank
-from kvtier.integrations.vllm.weights import all_weights, nameless_hash
+from kvtier.integrations.vllm.weights import all_weights
 from kvtier.keys import fingerprint
 from kvtier.namespace import Namespace
 from kvtier.transfer.compare import tolerance
@@ -240,23 +240,22 @@ def _namespace(
 
     The layers of later pipeline stages follow from those of the first and from each stage's bytes: a stage
     has the next layers, and pages of a group have one size. The files of the weights are located at once,
-    because a hub's branch may move on.
+    because a hub's branch may move on, and the settings are read at once, because vLLM notes things in them.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm, weights = cache.prefix_caching_hash_algo, all_weights(vllm_config)
+    settings = all_settings(vllm_config)
     name = partial(
         fingerprint,
         dtype=str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
-        kv_layout=[cache.kv_cache_layout, str(vllm_config.attention_config.backend), *_device()],
+        kv_layout=_device(vllm_config),
         groups=[asdict(group) for group in groups],
         parallelism=[parallel.tensor_parallel_size, parallel.world_size, *bytes_by_rank],
-        lora=vllm_config.lora_config is not None,
         seed=f"{algorithm} {resolve_none_hash_seed(get_hash_fn_by_name(algorithm))}",
-        model=nameless_hash(model),
         hash_block_size=hash_block_size,
-        engine=f"vllm {vllm.__version__}",
+        engine=installed_libraries(),
     )
-    return Namespace(lambda: name(weights=[digest() for digest in weights]), _tell)
+    return Namespace(lambda: name(weights=[digest() for digest in weights], settings=settings()), _tell)
 
 
 def _tell(namespace: Namespace) -> None:
@@ -268,11 +267,15 @@ def _tell(namespace: Namespace) -> None:
         )
 
 
-def _device() -> list[str]:
+def _device(vllm_config: VllmConfig) -> list[str]:
     """Return the device properties that a backend may adapt its blocks to."""
     if not current_platform.is_cpu():
         return [current_platform.device_type, str(current_platform.get_device_capability())]
-    return ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    # The instructions of the attention kernels, which decide how a block's keys are ordered.
+    isa = _get_attn_isa(vllm_config.model_config.dtype, vllm_config.cache_config.block_size)
+    return ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability(), isa]
 
 
 def kv_lookahead(vllm_config: VllmConfig) -> int:

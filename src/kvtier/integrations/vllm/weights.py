@@ -10,8 +10,9 @@ functions.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from kvtier.namespace import WeightsFiles
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
-__all__ = ["Weights", "all_weights", "nameless_hash"]
+__all__ = ["Weights", "all_weights"]
 
 Weights = Callable[[], Any]
 """Returns the identity of weights as a JSON value, and reads them if needed; or raises `OutsideError`.
@@ -43,21 +44,14 @@ _FILE_FORMATS = {
     "safetensors",
     "sharded_state",
 }
-"""Load formats that read a model's own files and nothing else.
+"""Load formats that read a model's own files and nothing else: the files of a folder that have a certain
+suffix, or those of them that its index names.
 
 (`npcache` reads a copy, which may be out of date.)
 """
 
 _ELSEWHERE = ("audio_model_id", "quantization_config_file", "text_model_id")
 """Settings of a model's config that name further sources of weights, outside of its folder."""
-
-
-def nameless_hash(model: ModelConfig) -> str:
-    """Return vLLM's hash of a model's config without its location: the weights' content counts instead."""
-    nameless = copy(model)
-    nameless.model = nameless.model_weights = ""
-    nameless.revision = None
-    return str(nameless.compute_hash())
 
 
 def all_weights(vllm_config: VllmConfig) -> list[Weights]:
@@ -67,7 +61,6 @@ def all_weights(vllm_config: VllmConfig) -> list[Weights]:
     draft = speculative and speculative.draft_model_config
     if draft:
         found.append(_weights(draft, speculative.draft_load_config or vllm_config.load_config))
-        found.append(partial(list, [speculative.method, nameless_hash(draft)]))
     return found
 
 
@@ -75,22 +68,50 @@ def _weights(model: ModelConfig, load: LoadConfig) -> Weights:
     """Identify random weights by their seed, others by the files that hold them."""
     if load.load_format == "dummy":
         return partial(dict, random=model.seed, model=model.model)
-    folder = _find_folder(model, load)
-    if folder is None or any(getattr(model.hf_config, name, None) for name in _ELSEWHERE):
+    folder = None if _is_elsewhere(model, load) else _find_folder(model, load)
+    if folder is None:
         return partial(_refuse, model.model, load.load_format)
-    files, how = WeightsFiles(folder), [load.load_format, str(load.model_loader_extra_config)]
-    return lambda: {"files": files.manifest(), "loader": how}
+    return WeightsFiles(folder).manifest
 
 
 def _refuse(name: str, load_format: str) -> Any:
     expected = "expected all weights in a local folder or in a commit of the Hugging Face hub's cache"
-    raise OutsideError(f"{name}: {expected}, got load format {load_format} and no such folder")
+    raise OutsideError(
+        f"{name}: {expected}, got weights or code of other places (load format {load_format})"
+    )
+
+
+def _is_elsewhere(model: ModelConfig, load: LoadConfig) -> bool:
+    """Return whether weights, or code that computes with them, may come from outside of the model's folder.
+
+    Plug-ins may replace a loader. A pattern of files may lead anywhere. Code that is not in the model's own
+    folder is in no file that is hashed.
+    """
+    if load.load_format not in _FILE_FORMATS or model.model_weights:
+        return True
+    return (
+        _is_replaced(load)
+        or "pattern" in load.model_loader_extra_config
+        or any(getattr(model.hf_config, name, None) for name in _ELSEWHERE)
+        or (model.trust_remote_code and _uses_foreign_code(model))
+    )
+
+
+def _is_replaced(load: LoadConfig) -> bool:
+    """Return whether a plug-in has put a loader of its own in the place of vLLM's."""
+    loaders = sys.modules.get("vllm.model_executor.model_loader")  # which a plug-in imports, and we need not
+    return loaders is not None and not type(loaders.get_model_loader(load)).__module__.startswith("vllm.")
+
+
+def _uses_foreign_code(model: ModelConfig) -> bool:
+    """Return whether a config names a class (`owner/name--class`) of another repository."""
+    images = model.hf_image_processor_config.get("auto_map")
+    classes = str([getattr(model.hf_config, "auto_map", None), images])
+    return any(owner != model.model for owner in re.findall("['\"]([^'\"]*)--", classes))
 
 
 def _find_folder(model: ModelConfig, load: LoadConfig) -> Path | None:
     """Return the folder from which vLLM has read the weights, if it was a folder and is known."""
-    if load.load_format not in _FILE_FORMATS or model.model_weights:
-        return None
     if (folder := Path(model.model)).is_dir():
         return folder
     if envs.VLLM_USE_MODELSCOPE:
