@@ -78,7 +78,7 @@ def _run(orders: Orders, result: DemoResult, watcher: Watcher) -> RestartResult:
         disk,
         exit_code=exit_code,
         restart_seconds=seconds,
-        rows_found=after.used - after.demoted,
+        rows_found=(after.used or 0) - after.demoted,
         tiers=(before, after),
     )
 
