@@ -72,6 +72,7 @@ CONNECTOR = [
     "refusals",
     "used_bytes",
     "capacity_bytes",
+    "stale_blocks",
     "load_seconds",
     "store_seconds",
 ]

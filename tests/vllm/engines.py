@@ -145,6 +145,12 @@ class Engine:
         """Loads on their way."""
         return len(list(self.connector._connector.connector_scheduler._jobs.loads()))
 
+    @property
+    def stale_blocks(self) -> int:
+        """Blocks with KV of before a reset, as kvtier counts them."""
+        families = self.connector._connector.connector_scheduler.metrics.collect()
+        return next(samples[0][1] for metric, samples in families if metric.name == "stale_blocks")
+
     def count_preemptions(self) -> int:
         """Return the preemptions so far."""
         return next(

@@ -120,9 +120,13 @@ class OffloadingConnector:
         """Say where a request's prompt came from."""
         return self._scheduler.explain(req_id)
 
-    def reset_cache(self) -> bool:
-        """Empty every tier."""
-        return self._scheduler.reset_cache()
+    def reset_cache(self, kept_blocks: Iterable[int] = ()) -> bool:
+        """Empty every tier. Of blocks that the engine keeps, nothing computed from them is stored."""
+        return self._scheduler.reset_cache(kept_blocks)
+
+    def forget_stale_blocks(self) -> None:
+        """Note that the engine has none of the blocks any more that it kept at the last reset."""
+        self._scheduler.forget_stale_blocks()
 
     def has_pending_push_work(self) -> bool:
         """Say whether the engine must keep stepping although it has no requests."""

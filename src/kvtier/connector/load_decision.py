@@ -147,8 +147,8 @@ class PromotionDecision:
 
         If so, note its inquiry or its wish.
         """
-        if not state.may_promote:
-            return False
+        if not state.may_promote or state.context.stays_in_pool:
+            return False  # a row of these keys below the pool may be that of another content
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
         if there.pending and state.may_ask and self._start_asking(state, there, limit):
             return True

@@ -51,6 +51,9 @@ _POOL_GAUGES = {
     "used_bytes": "Host memory that chunks take, those being written and read included.",
     "capacity_bytes": "Host memory for chunks.",
 }
+_ENGINE_GAUGES = {
+    "stale_blocks": "Blocks of the engine with KV of before a reset, from which nothing is stored.",
+}
 _TRANSFER_TIMES = {
     "load_seconds": "Seconds from the order of a load until every worker had reported it.",
     "store_seconds": "Seconds from the order of a store until every worker had reported it.",
@@ -85,7 +88,7 @@ _TIER_TIMES = {
 def _metrics() -> Iterator[Metric]:
     for names, kind, prefix in (
         (_COUNTERS | _POOL_COUNTERS | _UNWRITTEN, MetricKind.COUNTER, ""),
-        (_POOL_GAUGES, MetricKind.GAUGE, ""),
+        (_POOL_GAUGES | _ENGINE_GAUGES, MetricKind.GAUGE, ""),
         (_TRANSFER_TIMES, MetricKind.HISTOGRAM, ""),
         (_TIER_COUNTERS, MetricKind.COUNTER, "tier_"),
         (_TIER_GAUGES, MetricKind.GAUGE, "tier_"),
@@ -145,16 +148,21 @@ class ConnectorStats:
 
 
 def make_registry(
-    stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, row_bytes: int
+    stats: ConnectorStats,
+    times: TransferTimes,
+    manager: OffloadingManager,
+    row_bytes: int,
+    stale_blocks: set[int],
 ) -> Registry:
     """Return the metrics of a connector, named `kvtier_...`. Reading the pool's metrics counts its slots."""
     registry = Registry("kvtier_")
 
     def read_connector() -> dict[str, list[Sample]]:
         samples: dict[str, list[Sample]] = {name: [({}, getattr(stats, name))] for name in _COUNTERS}
+        samples["stale_blocks"] = [({}, len(stale_blocks))]
         return samples | {"load_seconds": [({}, times.loads)], "store_seconds": [({}, times.stores)]}
 
-    registry.add(_named(_COUNTERS, _TRANSFER_TIMES), read_connector)
+    registry.add(_named(_COUNTERS, _ENGINE_GAUGES, _TRANSFER_TIMES), read_connector)
     if isinstance(manager, CPUOffloadingManager | TieredOffloadingManager):
         _add_pool(registry, manager, row_bytes)
     if isinstance(manager, TieredOffloadingManager):

@@ -14,7 +14,7 @@ beyond the end are computed again in its place. Scheduler thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -193,9 +193,9 @@ class RequestState:
     view: RequestView
     context: ReqContext
     groups: tuple[GroupState, ...]
-    epoch: int = 0
+    epoch: int | None = 0
     """The number of resets of the tiers before the engine last asked. The request's blocks were computed
-    after the last of these.
+    after the last of these; `None`: from KV of before it, which the engine still had.
     """
     local: int = 0
     """The number of tokens on the GPU when the engine last asked."""
@@ -228,6 +228,11 @@ class RequestState:
             self.epoch, self.next_offer = epoch, 0
             for group in self.groups:
                 group.next_store = 0
+
+    def hits(self) -> Iterator[int]:
+        """Return the blocks that held tokens of the request when the engine last asked."""
+        for group in self.groups:
+            yield from group.block_ids[: -(-self.local // group.geometry.block_size)]
 
     def extend_keys(self) -> None:
         """Add the keys of chunks that the request's new hashes complete."""

@@ -87,6 +87,7 @@ class MissReason(Enum):
     LOST = "lost with its files"
     NO_ROOM = "no room in the pool to promote it"
     LIMITED = "beyond what the request may load"
+    STALE_PREFIX = "follows KV of before a reset"
 
 
 class ChunkLookup(Protocol):

@@ -104,7 +104,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counts = Counts()
         self._summary: Summary | None = None
         self._gpu_entries: Any = None
-        self._old_entries: Any = None  # vLLM's own cache at a reset that did not clear it
+        self._kept_entries: Any = None  # vLLM's own cache at the last reset; a new object after a clear
         self._shown: set[str] = set()  # requests known to the core connector
         self._updated = False  # whether this step's output was processed
         self._output = KVConnectorOutput()  # of this worker's last step; vLLM takes it in three parts
@@ -187,12 +187,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if _takes_tokens_back(request):
             return 0, False
         limit = self._most_to_load(request)
-        if self._may_hit_old_entries():
-            self._hide(request)
-            tokens: int | None = 0
-        else:
-            self._shown.add(request.request_id)
-            tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        self._shown.add(request.request_id)
+        if self._kept_entries not in (None, self._kv_cache_manager.block_pool.cached_block_hash_to_block):
+            self._kept_entries = None
+            self._connector.forget_stale_blocks()
+        tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
         if tokens is not None and self._windowed:
             # If a whole prompt can be loaded, vLLM computes its last token again. vLLM must know that
             # before it allocates blocks: the window of this token begins one token earlier than that of the
@@ -276,22 +275,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         vLLM has tried to clear its own cache before, but may have failed. A block that a running request has
         not filled yet becomes an entry of that cache later.
         """
-        blocks = self._kv_cache_manager.block_pool
-        entries = blocks.cached_block_hash_to_block
-        num_used = blocks.num_gpu_blocks - blocks.get_num_free_blocks()
-        self._old_entries = entries if len(entries) or num_used > 1 else None  # one is the null block
-        return self._connector.reset_cache()
-
-    def _may_hit_old_entries(self) -> bool:
-        """Say whether a request may reuse entries that vLLM should have dropped at a reset."""
-        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
-        return self._old_entries is entries
-
-    def _hide(self, request: Request) -> None:
-        """Have the core connector forget a request, so that nothing of it is stored."""
-        if request.request_id in self._shown:
-            self._shown.remove(request.request_id)
-            self._end([request])
+        pool = self._kv_cache_manager.block_pool
+        self._kept_entries = pool.cached_block_hash_to_block
+        kept = [block for block in pool.blocks if block.ref_cnt or block.block_hash is not None]
+        return self._connector.reset_cache(block.block_id for block in kept if not block.is_null)
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
         """Take the tiers' changes.

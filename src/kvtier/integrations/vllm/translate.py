@@ -38,6 +38,7 @@ def step_view(output: SchedulerOutput) -> StepView:
         num_scheduled_tokens=output.num_scheduled_tokens,
         preempted_req_ids=output.preempted_req_ids or set(),
         finished_req_ids=output.finished_req_ids,
+        copied_blocks=output.kv_cache_block_copies or (),
     )
 
 
