@@ -246,6 +246,10 @@ class OffloadingConfig:
     num_engines: int = setting(at_least(1), 1)
     bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
     replicas: int = setting(at_least(1), 1)
+    may_load: bool = setting(read_flag, True)
+    """Whether the engine loads anything, from the pool or from a tier below it."""
+    may_store: bool = setting(read_flag, True)
+    """Whether the engine stores what it computes."""
 
     def __post_init__(self) -> None:
         read_fields(self)

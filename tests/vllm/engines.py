@@ -166,13 +166,15 @@ KVTIER = ("kvtier.integrations.vllm", "KVTierConnector")
 """Where vLLM finds the connector."""
 
 
-def as_connector(settings: dict[str, Any], connector: tuple[str, str] = KVTIER) -> dict[str, Any]:
+def as_connector(
+    settings: dict[str, Any], connector: tuple[str, str] = KVTIER, role: str = "kv_both"
+) -> dict[str, Any]:
     """Return what tells vLLM to use a connector with these settings."""
     module, name = connector
     return {
         "kv_connector": name,
         "kv_connector_module_path": module,
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": {"cpu": {"capacity": "16MiB"}, "load_if_faster": False} | settings,
     }
 
@@ -209,6 +211,7 @@ def vllm_engine(
     kvtier: dict[str, Any] | None = None,
     *,
     connector: tuple[str, str] = KVTIER,
+    role: str = "kv_both",
     beside: Sequence[dict[str, Any]] | None = None,
     num_blocks: int = 24,
     **options: Any,
@@ -220,7 +223,7 @@ def vllm_engine(
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    transfer = None if kvtier is None else as_connector(kvtier, connector)
+    transfer = None if kvtier is None else as_connector(kvtier, connector, role)
     if transfer is not None and beside is not None:
         transfer = {
             "kv_connector": "MultiConnector",

@@ -129,6 +129,39 @@ def save_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
+def save_blip2(folder: Path) -> Path:
+    """Save a BLIP-2: a Llama that sees images of 28 by 28 pixels as 32 tokens before the prompt.
+
+    (The LLaVAs of vLLM need torchvision.)
+    """
+    import torch
+    from transformers import Blip2Config, Blip2ForConditionalGeneration, LlamaConfig
+
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    std = {"initializer_range": 0.3}
+    config = Blip2Config(
+        vision_config=tower | std | {"image_size": 28, "patch_size": 14},
+        qformer_config=tower | std | {"encoder_hidden_size": 64, "vocab_size": 8},
+        text_config=LlamaConfig(**_SHAPE, num_hidden_layers=3).to_dict(),
+        num_query_tokens=32,
+    )
+    torch.manual_seed(0)
+    model = Blip2ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.query_tokens)
+    model.to(torch.float32).save_pretrained(folder)
+    _save_tokenizer(folder, last="<image>")
+    images = {
+        "image_processor_type": "BlipImageProcessor",
+        "size": {"height": 28, "width": 28},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.25, 0.25, 0.25],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    processor = {"processor_class": "Blip2Processor", "num_query_tokens": 32}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
 class Drafting(NamedTuple):
     """A model, and how vLLM is told to draft for it."""
 
@@ -245,13 +278,15 @@ def _random_llama(**config: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**_SHAPE, **config)).to(torch.float32)
 
 
-def _save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer whose words are numbers: all that the tests write."""
+def _save_tokenizer(folder: Path, last: str = str(VOCAB - 3)) -> None:
+    """Save a tokenizer whose words are numbers, but perhaps for the last: all that the tests write."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<unk>": 0, "</s>": 1} | {str(number): number + 2 for number in range(VOCAB - 2)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    words = ["<unk>", "</s>", *map(str, range(VOCAB - 3)), last]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(
         folder

@@ -648,8 +648,9 @@ class OffloadingConnectorScheduler:
             context = ReqContext(params, request.request_id, stays)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
-            state.store_limit = read_token_limit(params, "max_offload_tokens")
-            state.load_limit = read_token_limit(params, "max_load_tokens")
+            config = self.spec.config
+            state.store_limit = read_token_limit(params, "max_offload_tokens") if config.may_store else 0
+            state.load_limit = read_token_limit(params, "max_load_tokens") if config.may_load else 0
         return state
 
     def _is_keyed_by_content(self, request: RequestView) -> bool:

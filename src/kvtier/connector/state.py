@@ -213,9 +213,9 @@ class RequestState:
     """The number of computed tokens from which a next chunk is complete and can be offered for storing."""
     retry_store_at: int = 0
     store_limit: int | None = None
-    """The number of leading tokens that may be stored, if the request sets a limit."""
+    """The number of leading tokens that may be stored, if the request or the engine sets a limit."""
     load_limit: int | None = None
-    """The number of tokens that a load may bring, if the request sets a limit."""
+    """The number of tokens that a load may bring, if the request or the engine sets a limit."""
     finished: bool = False
     explained: bool = False
     miss: tuple[dict[str, MissReason], int | None] = field(default_factory=lambda: ({}, None))

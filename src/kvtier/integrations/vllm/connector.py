@@ -46,7 +46,7 @@ from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.load_gate import LoadGate
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
 from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
-from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
+from kvtier.integrations.vllm.translate import describer, step_view, translate_event
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._load_gate = LoadGate(config.groups)
         self._request_log = RequestLog(_say, config.settings.load_deadline)
-        self._connector = OffloadingConnector(config, role, self.make_spec(config), describe_blocks)
+        describe = describer(self._vllm_config)
+        self._connector = OffloadingConnector(config, role, self.make_spec(config), describe)
         if self._connector.connector_scheduler is not None:
             _say(summarize(config))
             scheduler = self._connector.connector_scheduler

@@ -100,6 +100,8 @@ def describe_engine(
         num_engines=parallel.data_parallel_size,  # for dense models vLLM has set it to 1 by now
         bytes_by_rank=bytes_by_rank,
         replicas=_num_replicas(vllm_config, kv_cache_config),
+        may_load=transfer.is_kv_consumer,  # and so is `kv_both`
+        may_store=transfer.is_kv_producer,
     )
 
 
