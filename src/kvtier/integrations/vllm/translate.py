@@ -72,8 +72,8 @@ def describe_blocks(
     """Describe the blocks of a request's tokens `[start, stop)`, as vLLM describes its own.
 
     `media_digest` is the form of a medium's name that vLLM has computed from its content; another name comes
-    from a client or a counter. The other extra keys of vLLM's hashes, the salt and digests of embeddings, are
-    content.
+    from a client or a counter. The other extra keys of vLLM's hashes are content: the salt, and digests of
+    embeddings.
     """
     lora = request.lora_request
     extra, item = [], 0  # the multimodal item to continue with
