@@ -68,6 +68,7 @@ CONNECTOR = [
     "expired",
     "asked_tokens",
     "loaded_tokens",
+    "weight_changes",
     "evictions",
     "refusals",
     "used_bytes",
@@ -171,7 +172,7 @@ def test_names_of_the_connector_stay() -> None:
     assert [
         name for name, metric in METRICS.items() if not is_of_tiers(metric) and name != "unwritten"
     ] == CONNECTOR
-    assert CONNECTOR[:12] == [total.name for total in fields(ConnectorStats)]
+    assert CONNECTOR[:13] == [total.name for total in fields(ConnectorStats)]
     assert all(metric.text.endswith(".") for metric in METRICS.values())
 
 

@@ -40,6 +40,7 @@ _COUNTERS = {
     "expired": "Transfers that were given up because not every worker reported them.",
     "asked_tokens": "Prompt tokens that the engine's own cache did not have.",
     "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
+    "weight_changes": "Times that a worker has found other weights in memory than before.",
 }
 """The totals of `ConnectorStats`."""
 _POOL_COUNTERS = {
@@ -126,6 +127,8 @@ class ConnectorStats:
     """Prompt tokens of requests that have run which the engine's own cache did not have."""
     loaded_tokens: int = 0
     """The part of `asked_tokens` that was loaded and need not be computed."""
+    weight_changes: int = 0
+    """Times that the engine found other weights in memory than before and dropped everything."""
 
     def count_load(self, job: LoadJob) -> None:
         """Count a load that is over."""
