@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,6 +145,11 @@ class Engine:
     def loading(self) -> int:
         """Loads on their way."""
         return len(list(self.connector._connector.connector_scheduler._jobs.loads()))
+
+    def wait_look(self) -> None:
+        """Block until the next step looks at all weights, as after a change that takes its time."""
+        while hasattr(self.connector, "_connector") and not self.worker._live_weights.pauses_enough():
+            time.sleep(0.001)
 
     @property
     def stale_blocks(self) -> int:

@@ -12,10 +12,13 @@ import pytest
 from tests.vllm.conftest import tokens_of
 from tests.vllm.disks import disk_tier
 from tests.vllm.engines import Engine, make_prompt, vllm_engine
+from tests.vllm.models import save_trained
+from tests.vllm.test_async_scheduling import async_scheduling
 from tests.vllm.test_tiers import wait_open, wait_written
 
 from kvtier.testing.caches import ManualClock
 
+__all__ = ["async_scheduling"]  # a fixture
 PROMPTS = [make_prompt(seed, 60 + 30 * seed) for seed in range(3)]
 
 
@@ -131,20 +134,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with one weight of a hundred changed, as one step of training changes it."""
-    import shutil
-
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    shutil.copytree(llama, folder)
-    weights = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for tensor in weights.values():
-        tensor += (torch.rand(tensor.shape, generator=generator) < 0.01) * 0.5
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return save_trained(tmp_path_factory.mktemp("checkpoint"), llama)
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -174,6 +164,7 @@ def tokens_after(
 ) -> list[list[int]]:
     """Change the weights and clear vLLM's own cache, as users do; return the tokens that follow."""
     change(engine, checkpoint)
+    engine.wait_look()
     engine.forget()
     return tokens_of(engine.generate(PROMPTS))
 
@@ -204,6 +195,7 @@ def test_a_reset_that_leaves_nothing_makes_a_notice_needless(llama: Path, checkp
         engine.generate(PROMPTS)
         engine.settle()
         WAYS["data"](engine, checkpoint)
+        engine.wait_look()
         engine.forget(tiers_too=True)
         after = engine.generate(PROMPTS)
         engine.forget()
@@ -224,6 +216,7 @@ def test_weights_that_change_while_requests_run(llama: Path, checkpoint: Path) -
         for _ in range(6):
             engine.step()
         WAYS["data"](engine, checkpoint)
+        engine.wait_look()
         engine.run()
         assert engine.stats.weight_changes == 1
         assert engine.stale_blocks > 0
@@ -233,6 +226,47 @@ def test_weights_that_change_while_requests_run(llama: Path, checkpoint: Path) -
             rounds.append(tokens_of(engine.generate(PROMPTS)))
         assert engine.stale_blocks == 0
     assert rounds == [expected] * 3
+
+
+@pytest.mark.usefixtures("async_scheduling")
+def test_loads_of_steps_that_were_scheduled_ahead_of_the_notice_count_as_failed(
+    llama: Path, checkpoint: Path
+) -> None:
+    """A worker notices new weights in a step, and the next step was scheduled before it could tell."""
+    with vllm_engine(llama, num_blocks=256) as plain:
+        WAYS["data"](plain, checkpoint)
+        expected = [plain.generate([prompt])[0].tokens for prompt in PROMPTS]
+    with vllm_engine(llama, {}, async_scheduling=True) as engine:
+        engine.generate(PROMPTS)
+        engine.settle()
+        assert engine.llm.reset_prefix_cache()
+        WAYS["data"](engine, checkpoint)
+        engine.wait_look()
+        done: dict[str, list[int]] = {}
+        for index, prompt in enumerate(PROMPTS):
+            engine.add(str(index), prompt)
+            done |= engine.step()
+        done |= engine.run()
+        assert engine.stats.weight_changes == 1
+        assert engine.stats.loads == engine.stats.loads_failed >= 2
+    assert [done[str(index)] for index in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.gpu
+def test_a_look_at_a_device_does_not_wait_for_it() -> None:
+    import torch
+
+    clock, model = ManualClock(), make_model((64 * 1024,) * 8).cuda()
+    weights = watch(model, clock)
+    model.w3.data += 1
+    torch.cuda._sleep(2_000_000_000)
+    clock.now += 1.0
+    weights.look()
+    assert weights.is_looking_at_all
+    assert not weights.take_change()
+    torch.cuda.synchronize()
+    assert not weights.is_looking_at_all
+    assert weights.take_change()
 
 
 # Without an engine.

@@ -199,6 +199,7 @@ def swap_weights(engine: Engine, seed: int) -> None:
     its own.
     """
     engine.llm.apply_model(partial(_add_noise, seed=seed))
+    engine.wait_look()
 
 
 def _add_noise(model: Any, seed: int) -> None:

@@ -64,7 +64,7 @@ class LiveWeights:
         self._words: list[torch.Tensor] = []  # as they were, in the order of `_places`
         self._looks: list[_Look] = []
         self._next = 0  # the parameter to go on with
-        self._seconds = 0.0  # that a look at all parameters takes
+        self._seconds = float("inf")  # that a look at all parameters takes, if nothing else runs
         self._pause_began = clock()
         self._start_over()
 
@@ -73,14 +73,19 @@ class LiveWeights:
 
         `after_clear`: no KV is left of before this step, so that a change need not be told.
         """
-        now, count = self._clock(), len(self._places)
-        if after_clear or now - self._pause_began >= _SHARE_OF_PAUSE * self._seconds:
+        count = len(self._places)
+        if after_clear or self.pauses_enough():
+            began = self._clock()
             self._begin(range(count), after_clear)
-            self._seconds = self._clock() - now
+            self._seconds = min(self._seconds, self._clock() - began)
         elif not self._looks:
             stop = min(self._next + _IN_TURN, count)
             self._begin(range(self._next, stop), after_clear)
             self._next = stop % count if count else 0
+
+    def pauses_enough(self) -> bool:
+        """Say whether the next look is one at all parameters."""
+        return self._clock() - self._pause_began >= _SHARE_OF_PAUSE * self._seconds
 
     def end_step(self) -> None:
         """Note the end of a step: a pause begins."""
@@ -106,7 +111,7 @@ class LiveWeights:
         self._places = list(self._find_places())
         self._words = [_words(parameters.get(name)).cpu().clone() for parameters, name in self._places]
         self._looks, self._next = [], 0
-        self._seconds = self._clock() - began
+        self._seconds = min(self._seconds, self._clock() - began)
 
     def _find_places(self) -> Iterator[tuple[Parameters, str]]:
         for model in self._models:
