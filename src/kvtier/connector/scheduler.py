@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -202,7 +202,7 @@ class OffloadingConnectorScheduler:
         if num_external_tokens:
             self._plan_load(state, state.local + num_external_tokens)
 
-    def _note_allocated(self, block_ids: Iterable[int], state: RequestState | None) -> None:
+    def _note_allocated(self, block_ids: Collection[int], state: RequestState | None) -> None:
         """Note that a request got blocks to fill.
 
         A request fills them with stale KV if its own is stale, or if it is not known.
