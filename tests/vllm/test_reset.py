@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,40 @@ def test_loads_and_stores_resume_once_the_kept_blocks_were_handed_out(model: Pat
         assert engine.stale_blocks == 0
         assert engine.stats.loads > 0
     assert rounds == [expected] * 3
+
+
+def test_weights_that_change_again_and_again_while_requests_run(model: Path) -> None:
+    """vLLM's cache is cleared only in the end: then all that kvtier gives must be of the last weights."""
+    rng = random.Random(0)
+    heads = [make_prompt(head, 64) for head in range(3)]
+    prompts = [heads[tail % 3] + make_prompt(100 + tail, rng.randrange(8, 120)) for tail in range(9)]
+    num_changes = 4
+    with vllm_engine(model, num_blocks=256) as plain:
+        for change in range(num_changes):
+            swap_weights(plain, seed=change)
+        expected = [plain.generate([prompt])[0].tokens for prompt in prompts]
+    with vllm_engine(model, {}, num_blocks=28) as engine:
+        names = count()
+        for change in range(num_changes):
+            for _ in range(6):
+                engine.add(str(next(names)), rng.choice(prompts), rng.randrange(4, 40))
+                for _ in range(rng.randrange(4)):
+                    engine.step()
+            assert engine.core.scheduler.running
+            swap_weights(engine, seed=change)
+            assert not engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+        for _ in range(30):
+            engine.add(str(next(names)), rng.choice(prompts), rng.randrange(4, 40))
+            for _ in range(rng.randrange(6)):
+                engine.step()
+        engine.run()
+        loads = engine.stats.loads
+        rounds = []
+        for _ in range(2):
+            engine.forget()
+            rounds.append([engine.generate([prompt])[0].tokens for prompt in prompts])
+        assert engine.stats.loads > loads
+    assert rounds == [expected] * 2
 
 
 def test_a_request_that_reuses_kept_blocks_is_told_why_nothing_of_it_is_kept(llama: Path) -> None:
