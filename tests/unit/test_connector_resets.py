@@ -217,7 +217,10 @@ def test_kept_blocks_that_are_handed_out_anew_may_be_stored(caplog: pytest.LogCa
     assert run_after_hit(host, "b", [], [1, 2, 3, 42, 43, 44, 45])
     assert stale_blocks(host) == 0
     assert "handed out anew all blocks" in caplog.text
+    host.scheduler.reset_cache(kept_blocks=[1])
     host.scheduler.reset_cache()
+    assert stale_blocks(host) == 1, "a reset of kvtier's own does not hand out blocks"
+    host.scheduler.reset_cache(kept_blocks=[])
     assert run_after_hit(host, "c", [1, 2], [3, 4, 5, 6, 7])
 
 

@@ -120,7 +120,7 @@ class OffloadingConnector:
         """Say where a request's prompt came from."""
         return self._scheduler.explain(req_id)
 
-    def reset_cache(self, kept_blocks: Iterable[int] = ()) -> bool:
+    def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
         """Empty every tier. Of blocks that the engine keeps, nothing computed from them is stored."""
         return self._scheduler.reset_cache(kept_blocks)
 

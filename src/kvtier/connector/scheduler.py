@@ -544,18 +544,20 @@ class OffloadingConnectorScheduler:
             self._planned.reqs_to_hold.add(request.request_id)
         return state.load_job is not None or bool(state.store_jobs), None
 
-    def reset_cache(self, kept_blocks: Iterable[int] = ()) -> bool:
+    def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
         """Empty every tier and tell the event stream.
 
         Running jobs end by themselves and leave nothing behind.
 
         Weights may have been swapped: requests that hold blocks now store nothing more, and running loads
         count as failed. `kept_blocks` are the blocks from which the engine, all the same, may go on in other
-        requests: nothing that is computed from them is stored until they are handed out anew.
+        requests: nothing that is computed from them is stored until they are handed out anew. `None`: no
+        others than those it kept before.
         """
         self._epoch += 1
-        self._stale_blocks.clear()
-        self._stale_blocks.update(kept_blocks)
+        if kept_blocks is not None:
+            self._stale_blocks.clear()
+            self._stale_blocks.update(kept_blocks)
         if self._stale_blocks:
             logger.warning(
                 "reset: the engine still has %s blocks with KV of before it; nothing that requests compute "
