@@ -254,6 +254,10 @@ class OffloadingConfig:
     """The format of the values in the caches, as torch names it; it may be empty without audits."""
     audit_tolerance: float = setting(read_number, 0.0)
     """The largest distance of rows of the same KV (`transfer.compare.tolerance`); 0: no audits."""
+    may_load: bool = setting(read_flag, True)
+    """Whether the engine loads anything, from the pool or from a tier below it."""
+    may_store: bool = setting(read_flag, True)
+    """Whether the engine stores what it computes."""
 
     def __post_init__(self) -> None:
         read_fields(self)

@@ -257,7 +257,7 @@ def test_the_workloads_exercised_what_they_claim(totals: Counter[str]) -> None:
 def without_epochs(patch: pytest.MonkeyPatch) -> None:
     """As if blocks computed before a reset might be stored after it."""
 
-    def reset_cache(self: OffloadingConnectorScheduler) -> bool:
+    def reset_cache(self: OffloadingConnectorScheduler, kept_blocks: object) -> bool:
         self.manager.reset_cache()
         for state in self._requests.values():
             state.next_offer = 0

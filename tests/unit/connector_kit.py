@@ -88,6 +88,8 @@ def make_config(
     recompute: Recompute = Recompute.MISSING,
     block_sizes: Sequence[int] = (),
     lookahead: int = 0,
+    may_load: bool = True,
+    may_store: bool = True,
     **settings: Any,
 ) -> OffloadingConfig:
     """Return the config of an engine with blocks of 64 bytes and `BLOCK` tokens in each group, unless sizes
@@ -107,6 +109,8 @@ def make_config(
         enable_kv_cache_events=True,
         recompute=recompute,
         lookahead=lookahead,
+        may_load=may_load,
+        may_store=may_store,
     )
 
 

@@ -315,3 +315,27 @@ def test_a_preempted_request_is_not_audited_again() -> None:
     report(host, next(iter(meta.audits)))
     host.run_more(request, 26, 0, preempted_req_ids={"b"})
     assert host.scheduler.get_num_new_matched_tokens(request, 0) == (24, True)
+
+
+def test_an_engine_that_only_loads_audits_all_the_same() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    host.scheduler.spec.config = replace(host.scheduler.spec.config, may_store=False)
+    _, meta, _ = start_audit(host)
+    ((_, (_, slots)),) = meta.audits.values()
+    assert len(slots.kept) == 6  # type: ignore[attr-defined]
+    assert not meta.reqs_to_store
+
+
+def test_each_chunk_is_audited_once() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    blocks = host.blocks(7)
+    host.scheduler.update_state_after_alloc(request, blocks, 0)
+    steps = [host.run_new(request, blocks, 0, 10)]
+    steps += [host.run_more(request, computed, 8) for computed in (10, 18)]
+    audited = [slots.kept.tolist() for meta in steps for _, (_, slots) in meta.audits.values()]  # type: ignore[attr-defined]
+    assert [len(slots) for slots in audited] == [2, 2, 2]
+    assert len({slot for slots in audited for slot in slots}) == 6

@@ -23,6 +23,13 @@ def keys_of(prompt: list[int], group: int = 0) -> list[OffloadKey]:
     return [make_offload_key(block_hash, group) for block_hash in hash_blocks(prompt, BLOCK)]
 
 
+class NumberedImageRequest(Request):
+    """A request with an image that is named by a number."""
+
+    def describe(self, start: int, stop: int, block_size: int) -> Description:
+        return Description(self.tokens[start:stop], keyed_by_content=False)
+
+
 class AdaptedRequest(Request):
     """A request of an adapter."""
 
@@ -301,6 +308,19 @@ def test_rows_of_an_adapter_are_not_written() -> None:
         assert bool(host.tier.demotions) is is_written
 
 
+def test_chunks_that_are_not_keyed_by_content_never_leave_the_pool_nor_come_from_below() -> None:
+    """Another process may have written rows under the same keys, of another image."""
+    host = TieredHost()
+    host.scheduler._describe = NumberedImageRequest.describe
+    host.tier.held = set(keys_of(PROMPT))
+    assert host.ask(NumberedImageRequest("a", PROMPT)) == 0
+    host.tier.held = set()
+    host.host.cache(NumberedImageRequest("b", PROMPT))
+    host.end_step()
+    assert not host.tier.demotions
+    assert host.ask(NumberedImageRequest("c", PROMPT)) == 24, "the pool has them"
+
+
 def test_without_a_description_of_requests_nothing_is_written(caplog: pytest.LogCaptureFixture) -> None:
     host = TieredHost()
     host.host.scheduler = host.scheduler = OffloadingConnectorScheduler(host.scheduler.spec, host.clock)
@@ -308,6 +328,28 @@ def test_without_a_description_of_requests_nothing_is_written(caplog: pytest.Log
     host.end_step()
     assert not host.tier.demotions
     assert "nothing is written" in caplog.text
+
+
+@pytest.mark.parametrize(("may_load", "may_store"), [(False, True), (True, False)])
+def test_an_engine_may_only_store_or_only_load(may_load: bool, may_store: bool) -> None:
+    host = TieredHost(settings={"may_load": may_load, "may_store": may_store})
+    first = Request("a", PROMPT)
+    host.run(first)
+    host.scheduler.request_finished(first)
+    assert host.scheduler.stats.stores == may_store
+    held = list(range(300, 326))
+    host.tier.held = set(keys_of(held))
+    request = Request("b", held)
+    if may_load:
+        host.promote(request)
+        host.load(request)
+    else:
+        assert host.ask(request) == 0
+        host.run(request)
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert explanation.from_tiers == ({"disk": 24} if may_load else {})
+    assert explanation.first_miss is (None if may_load else MissReason.LIMITED)
 
 
 # Events

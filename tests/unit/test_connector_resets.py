@@ -5,12 +5,13 @@ Ids that come again.
 
 from __future__ import annotations
 
+import pytest
 from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
 from tests.unit.test_connector_scheduler import PROMPT, load, used_slots
 
 from kvtier.connector import KVConnectorOutput, StepView, TransferReport
 from kvtier.events.types import BlockStored
-from kvtier.offload import TransferResult
+from kvtier.offload import MissReason, TransferResult
 
 
 def asked(host: Host, name: str, tokens: list[int] = PROMPT) -> Request:
@@ -168,3 +169,103 @@ def test_blocks_taken_ahead_of_a_step_count_as_allocated() -> None:
     host.run_new(request, ([1, 2, 3],), 0, 12)
     host.scheduler.build_connector_meta(StepView(speculative_blocks={1}))
     assert not host.run_more(request, 12, 4, ([4],)).reqs_to_store
+
+
+# Blocks that an engine keeps at a reset.
+
+
+def stale_blocks(host: Host) -> float:
+    values = {metric.name: samples[0][1] for metric, samples in host.scheduler.metrics.collect()}
+    gauge = values["stale_blocks"]
+    assert isinstance(gauge, int)
+    return gauge
+
+
+def run_after_hit(host: Host, name: str, hits: list[int], fresh: list[int]) -> bool:
+    """Run a request that the engine begins with `hits`; return whether anything of it is stored."""
+    request, blocks = Request(name, PROMPT), (hits + fresh,)
+    local = len(hits) * BLOCK
+    host.scheduler.get_num_new_matched_tokens(request, local, 0)
+    host.scheduler.update_state_after_alloc(request, blocks, 0)
+    meta = host.run_new(request, blocks, local)
+    for job in meta.store_jobs.values():
+        host.report(job)
+    host.scheduler.request_finished(request, blocks)
+    return bool(meta.reqs_to_store)
+
+
+def test_only_requests_that_go_on_from_kept_blocks_store_nothing() -> None:
+    host = make_host()
+    host.scheduler.reset_cache(kept_blocks=[1, 2, 3])
+    assert run_after_hit(host, "other", [11, 12], [13, 14, 15, 16, 17])
+    assert not run_after_hit(host, "kept", [1, 2], [21, 22, 23, 24, 25])
+    explanation = host.scheduler.explain("kept")
+    assert explanation is not None
+    assert explanation.first_miss is MissReason.STALE_PREFIX
+    assert not run_after_hit(host, "again", [1, 2, 21], [31, 32, 33, 34]), "computed from a kept block"
+    assert stale_blocks(host) == 3 + 5 + 4
+
+
+def test_kept_blocks_that_are_handed_out_anew_may_be_stored(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvtier")
+    host = make_host()
+    host.scheduler.reset_cache(kept_blocks=[1, 2, 3])
+    assert "3 blocks with KV of before it" in caplog.text
+    assert run_after_hit(host, "a", [], [1, 2, 41, 42, 43, 44, 45])
+    assert stale_blocks(host) == 1
+    host.scheduler.reset_cache(kept_blocks=[1, 2, 3])
+    assert run_after_hit(host, "b", [], [1, 2, 3, 42, 43, 44, 45])
+    assert stale_blocks(host) == 0
+    assert "handed out anew all blocks" in caplog.text
+    host.scheduler.reset_cache(kept_blocks=[1])
+    host.scheduler.reset_cache()
+    assert stale_blocks(host) == 1, "a reset of kvtier's own does not hand out blocks"
+    host.scheduler.reset_cache(kept_blocks=[])
+    assert run_after_hit(host, "c", [1, 2], [3, 4, 5, 6, 7])
+
+
+def test_a_request_that_runs_at_a_reset_spreads_what_was_kept() -> None:
+    """The blocks that it gets later hold KV that was computed from that of before the reset."""
+    host = make_host()
+    running = asked(host, "running")
+    host.run_new(running, ([1, 2, 3],), scheduled=12)
+    host.scheduler.reset_cache(kept_blocks=[1, 2, 3])
+    host.run_more(running, 12, 14, ([4, 5, 6, 7],))
+    assert stale_blocks(host) == 7
+    assert not run_after_hit(host, "next", [1, 2, 3, 4, 5], [11, 12])
+
+
+def test_a_request_of_which_nothing_is_known_spreads_it_too() -> None:
+    host = make_host()
+    host.scheduler.reset_cache(kept_blocks=[1])
+    host.scheduler.build_connector_meta(StepView(speculative_blocks={1, 2}))
+    host.run_new(Request("unknown", PROMPT), ([1, 3],), computed=BLOCK, scheduled=BLOCK)
+    assert not run_after_hit(host, "a", [2], [11, 12, 13, 14, 15, 16])
+    assert not run_after_hit(host, "b", [3], [21, 22, 23, 24, 25, 26])
+
+
+def test_a_copy_of_a_kept_block_is_as_old() -> None:
+    """An engine that shares part of a block copies it before the step, behind the blocks of the hit."""
+    for kept, is_stored in (([9], False), ([8], True)):
+        host = make_host()
+        host.scheduler.reset_cache(kept_blocks=kept)
+        request, blocks = asked(host, "a"), ([1, 2, 3, 4, 5, 6, 7],)
+        host.scheduler.update_state_after_alloc(request, blocks, 0)
+        meta = host.run_new(request, blocks, computed=2, copied_blocks=[(9, 1)])
+        assert bool(meta.reqs_to_store) is is_stored
+
+
+def test_the_null_block_is_never_stale() -> None:
+    host = make_host(windows=(8,))
+    running = asked(host, "running")
+    host.scheduler.reset_cache(kept_blocks=[1])
+    host.run_new(running, ([0, 0, 4, 5, 6, 7, 8],), scheduled=26)
+    assert run_after_hit(host, "a", [0, 0, 9, 10], [11, 12, 13])
+
+
+def test_kept_blocks_are_forgotten_once_the_engine_has_cleared_its_cache() -> None:
+    host = make_host()
+    host.scheduler.reset_cache(kept_blocks=[1, 2, 3])
+    host.scheduler.forget_stale_blocks()
+    assert stale_blocks(host) == 0
+    assert run_after_hit(host, "a", [1, 2], [3, 4, 5, 6, 7])

@@ -317,6 +317,23 @@ def test_a_void_load_has_failed_whatever_has_arrived(config: OffloadingConfig) -
     rank.close()
 
 
+def test_loads_that_a_worker_voids_have_failed_and_later_ones_have_not(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    spec = (CPULoadStoreSpec([0, 1]), GPULoadStoreSpec([5, 6]))
+    rank.worker.bind_connector_metadata(
+        OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 1})
+    )
+    rank.worker.start_load_kv()
+    rank.worker.void_loads()
+    rank.worker.wait_for_transfers(10.0)
+    output = rank.worker.take_output()
+    assert (output.failed_recving, output.invalid_block_ids) == ({"a"}, {5, 6})
+    rank.worker.clear_connector_metadata()
+    later = rank.step(OffloadingConnectorMetadata(reqs_to_load={"b": spec}, load_jobs={"b": 2}))
+    assert (later.finished_recving, later.failed_recving) == ({"b"}, set())
+    rank.close()
+
+
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_a_step_that_is_run_again_starts_no_job_twice(config: OffloadingConfig, direction: str) -> None:
     """A job under way was refused, and so reported as failed while it still copied: its blocks went to

@@ -71,10 +71,13 @@ CONNECTOR = [
     "namespace_departures",
     "asked_tokens",
     "loaded_tokens",
+    "weight_changes",
     "evictions",
     "refusals",
     "used_bytes",
     "capacity_bytes",
+    "stale_blocks",
+    "audit_distance",
     "load_seconds",
     "store_seconds",
 ]
@@ -173,7 +176,7 @@ def test_names_of_the_connector_stay() -> None:
     assert [
         name for name, metric in METRICS.items() if not is_of_tiers(metric) and name != "unwritten"
     ] == CONNECTOR
-    assert CONNECTOR[:12] == [total.name for total in fields(ConnectorStats)]
+    assert CONNECTOR[:16] == [total.name for total in fields(ConnectorStats)]
     assert all(metric.text.endswith(".") for metric in METRICS.values())
 
 

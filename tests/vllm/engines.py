@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,6 +146,17 @@ class Engine:
         """Loads on their way."""
         return len(list(self.connector._connector.connector_scheduler._jobs.loads()))
 
+    def wait_look(self) -> None:
+        """Block until the next step looks at all weights, as after a change that takes its time."""
+        while hasattr(self.connector, "_connector") and not self.worker._live_weights.pauses_enough():
+            time.sleep(0.001)
+
+    @property
+    def stale_blocks(self) -> int:
+        """Blocks with KV of before a reset, as kvtier counts them."""
+        families = self.connector._connector.connector_scheduler.metrics.collect()
+        return next(samples[0][1] for metric, samples in families if metric.name == "stale_blocks")
+
     def count_preemptions(self) -> int:
         """Return the preemptions so far."""
         return next(
@@ -160,13 +172,15 @@ KVTIER = ("kvtier.integrations.vllm", "KVTierConnector")
 """Where vLLM finds the connector."""
 
 
-def as_connector(settings: dict[str, Any], connector: tuple[str, str] = KVTIER) -> dict[str, Any]:
+def as_connector(
+    settings: dict[str, Any], connector: tuple[str, str] = KVTIER, role: str = "kv_both"
+) -> dict[str, Any]:
     """Return what tells vLLM to use a connector with these settings."""
     module, name = connector
     return {
         "kv_connector": name,
         "kv_connector_module_path": module,
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": {"cpu": {"capacity": "16MiB"}, "load_if_faster": False} | settings,
     }
 
@@ -203,6 +217,7 @@ def vllm_engine(
     kvtier: dict[str, Any] | None = None,
     *,
     connector: tuple[str, str] = KVTIER,
+    role: str = "kv_both",
     beside: Sequence[dict[str, Any]] | None = None,
     num_blocks: int = 24,
     **options: Any,
@@ -214,7 +229,7 @@ def vllm_engine(
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    transfer = None if kvtier is None else as_connector(kvtier, connector)
+    transfer = None if kvtier is None else as_connector(kvtier, connector, role)
     if transfer is not None and beside is not None:
         transfer = {
             "kv_connector": "MultiConnector",

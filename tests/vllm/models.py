@@ -162,6 +162,22 @@ def save_blip2(folder: Path) -> Path:
     return folder
 
 
+def save_trained(folder: Path, model: Path) -> Path:
+    """Save a model with one value of a hundred changed, as a step of training changes it."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for tensor in weights.values():
+        tensor += (torch.rand(tensor.shape, generator=generator) < 0.01) * 0.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 class Drafting(NamedTuple):
     """A model, and how vLLM is told to draft for it."""
 

@@ -20,11 +20,12 @@ from tests.ports import free_ports
 from tests.tiers.servers import ValkeyServer
 from tests.vllm.conftest import Reference
 from tests.vllm.device import skip_without_devices
-from tests.vllm.models import save_hybrid
+from tests.vllm.models import save_hybrid, save_trained
 
 STAGES = Path(__file__).with_name("stages.py")
 TURNS = Path(__file__).with_name("turns.py")
 RANKS = Path(__file__).with_name("ranks.py")
+NEW_WEIGHTS = Path(__file__).with_name("new_weights.py")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "vllm_offline.py"
 
@@ -191,6 +192,19 @@ def test_pipeline_stages_with_unequal_parts_of_two_groups(
     model = save_hybrid(tmp_path_factory.mktemp("hybrid"), pairs=3)
     result = run_stages(model, str(tmp_path_factory.mktemp("disk")))
     assert result["computed"] == [[turn, 0, {}] for turn in reference(model, PROMPTS)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_ranks_notice_weights_that_are_reloaded(llama: Path, tmp_path: Path) -> None:
+    skip_without_devices(2)
+    result, mapped = run_turns(str(llama), str(save_trained(tmp_path, llama)), program=NEW_WEIGHTS)
+    unlink_shared(mapped)
+    old, unsaid, said = result["computed"]
+    assert unsaid == said
+    assert all(before != after for before, after in zip(old, said, strict=True))
+    assert result["vllm:kvtier_weight_changes"] == 1
+    assert result["vllm:kvtier_loads"] > 0
 
 
 @pytest.mark.slow

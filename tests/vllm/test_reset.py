@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,76 @@ def test_a_block_that_was_not_full_at_a_reset_is_not_kept(llama: Path) -> None:
         assert rounds == [tokens_of(plain.generate([again]))] * 2
 
 
+def test_loads_and_stores_resume_once_the_kept_blocks_were_handed_out(model: Path) -> None:
+    """vLLM's cache is never cleared after the reset: its blocks are handed out anew, one after the other."""
+    before = [make_prompt(seed, 100) for seed in range(3)]
+    later = [make_prompt(20 + seed, 100 + 10 * seed) for seed in range(8)]
+    with vllm_engine(model, num_blocks=256) as plain:
+        swap_weights(plain, seed=1)
+        expected = tokens_of(plain.generate([*later, *before]))
+    with vllm_engine(model, {}) as engine:
+        engine.generate(before)
+        engine.add("running", make_prompt(9, 60), 40)
+        engine.step()
+        swap_weights(engine, seed=1)
+        assert not engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+        assert engine.stale_blocks > 0
+        engine.run()
+        prompts = [*later, *before]
+        rounds = [[engine.generate([prompt])[0].tokens for prompt in prompts] for _ in range(3)]
+        assert engine.stale_blocks == 0
+        assert engine.stats.loads > 0
+    assert rounds == [expected] * 3
+
+
+def test_weights_that_change_again_and_again_while_requests_run(model: Path) -> None:
+    """vLLM's cache is cleared only in the end: then all that kvtier gives must be of the last weights."""
+    rng = random.Random(0)
+    heads = [make_prompt(head, 64) for head in range(3)]
+    prompts = [heads[tail % 3] + make_prompt(100 + tail, rng.randrange(8, 120)) for tail in range(9)]
+    num_changes = 4
+    with vllm_engine(model, num_blocks=256) as plain:
+        for change in range(num_changes):
+            swap_weights(plain, seed=change)
+        expected = [plain.generate([prompt])[0].tokens for prompt in prompts]
+    with vllm_engine(model, {}, num_blocks=28) as engine:
+        names = count()
+        for change in range(num_changes):
+            for _ in range(6):
+                engine.add(str(next(names)), rng.choice(prompts), rng.randrange(4, 40))
+                for _ in range(rng.randrange(4)):
+                    engine.step()
+            assert engine.core.scheduler.running
+            swap_weights(engine, seed=change)
+            assert not engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+        for _ in range(30):
+            engine.add(str(next(names)), rng.choice(prompts), rng.randrange(4, 40))
+            for _ in range(rng.randrange(6)):
+                engine.step()
+        engine.run()
+        loads = engine.stats.loads
+        rounds = []
+        for _ in range(2):
+            engine.forget()
+            rounds.append([engine.generate([prompt])[0].tokens for prompt in prompts])
+        assert engine.stats.loads > loads
+    assert rounds == [expected] * 2
+
+
+def test_a_request_that_reuses_kept_blocks_is_told_why_nothing_of_it_is_kept(llama: Path) -> None:
+    prompt = make_prompt(0, 100)
+    with vllm_engine(llama, {}) as engine:
+        engine.generate([prompt])
+        engine.add("1000", make_prompt(9, 60), 40)
+        engine.step()
+        assert not engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+        params = engine.params(8, extra_args={"kv_transfer_params": {"kvtier": {"explain": True}}})
+        longer = {"prompt_token_ids": prompt + make_prompt(1, 100)}
+        done = engine.llm.generate([longer], params, use_tqdm=False)
+    (told,) = [output.kv_transfer_params["kvtier"] for output in done if output.kv_transfer_params]
+    assert (told["from_gpu"], told["first_miss"]) == (96, "follows KV of before a reset")
+
+
 def reset_with_new_weights(engine: Engine, how: str) -> None:
     """Swap the weights and reset everything, as a trainer may: with running requests preempted, left alone,
     or ended.
@@ -163,6 +235,7 @@ def swap_weights(engine: Engine, seed: int) -> None:
     its own.
     """
     engine.llm.apply_model(partial(_add_noise, seed=seed))
+    engine.wait_look()
 
 
 def _add_noise(model: Any, seed: int) -> None:

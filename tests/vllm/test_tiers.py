@@ -52,3 +52,25 @@ def test_prompts_come_back_from_disk_after_a_restart(
     assert tokens_of(first) == tokens_of(again) == reference(model, prompts)
     assert [output.cached for output in first] == [0] * len(prompts)
     assert [output.cached for output in again] == [(length - windowed) // 32 * 32 for length in LENGTHS]
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads(
+    llama: Path, reference: Reference, tmp_path: Path
+) -> None:
+    known, new = make_prompt(0, 100), make_prompt(1, 100)
+    settings = {"tiers": [{"disk": {"path": str(tmp_path), "capacity": "64MiB"}}], "load_deadline": "30s"}
+    with vllm_engine(llama, settings, role="kv_producer") as engine:
+        wait_open(engine)
+        engine.generate([known])
+        engine.forget()
+        produced = engine.generate([known])
+        wait_written(engine)
+        assert (engine.stats.stores, engine.stats.loads) == (1, 0)
+    with vllm_engine(llama, settings, role="kv_consumer") as engine:
+        wait_open(engine)
+        consumed = engine.generate([known, new])
+        engine.forget()
+        consumed += engine.generate([known, new])
+        assert engine.stats.stores == 0
+    assert [output.cached for output in produced + consumed] == [0, 96, 0, 96, 0]
+    assert tokens_of(produced + consumed) == reference(llama, [known, known, new, known, new])

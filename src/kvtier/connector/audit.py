@@ -16,6 +16,7 @@ thread only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
@@ -24,7 +25,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.connector.jobs import StoreJob, gpu_end_of
 from kvtier.connector.lookup import match_prefix
 from kvtier.connector.metadata import ReqId, TransferReport
-from kvtier.connector.state import ChunkGeometry, RequestState
+from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST, MissReason, OffloadingManager
 from kvtier.transfer.base import AuditLoadStoreSpec, BlockIDsLoadStoreSpec
@@ -133,13 +134,15 @@ class Audits:
         self._hits_to_pass = self._draw_hits()
         return tokens
 
-    def plan(self, state: RequestState, computed: list[dict[OffloadKey, int]]) -> AuditJob | None:
-        """Plan the audit of the chunks that a request has just computed and that are kept.
+    def plan(self, state: RequestState, available: int, allocated_at: Mapping[int, int]) -> AuditJob | None:
+        """Plan the audit of the chunks to audit that a request has computed, up to token `available`.
 
-        `computed` has for each group the chunks' keys and positions. Rows are pinned and scratch slots are
-        taken until the job is over. `None`: no chunk is to be audited, or there is no place.
+        Rows are pinned and scratch slots are taken until the job is over. `None`: no such chunk is kept, or
+        there is no place. `allocated_at` tells which blocks of windowed groups the request has lost.
         """
-        chunks = [self._to_audit(state, index, places) for index, places in enumerate(computed)]
+        chunks = [self._take_computed(state, group, available, allocated_at) for group in state.groups]
+        first_left = min(available // group.chunk_size * group.chunk_size for group in self._geometry.groups)
+        state.audit = range(max(state.audit.start, first_left), state.audit.stop)
         keys = [key for places in chunks for key in places]
         most = min(_MOST_CHUNKS, max(1, self._config.num_slots // _SCRATCH_SHARE))
         if len(keys) > most:
@@ -172,18 +175,22 @@ class Audits:
             sources={key: state.audit_sources.get(key, "cpu") for key in keys},
         )
 
-    def _to_audit(
-        self, state: RequestState, group: int, places: dict[OffloadKey, int]
+    def _take_computed(
+        self, state: RequestState, group: GroupState, available: int, allocated_at: Mapping[int, int]
     ) -> dict[OffloadKey, int]:
-        """Return the chunks of a group that lie in the tokens to audit and whose rows are in the pool."""
-        size = self._geometry.groups[group].chunk_size
-        inside = {
-            key: at
-            for key, at in places.items()
-            if at * size >= state.audit.start and (at + 1) * size <= state.audit.stop
+        """Return the computed chunks of a group that are to be audited and whose rows are in the pool."""
+        size = group.geometry.chunk_size
+        first, stop = (
+            -(-state.audit.start // size),
+            min(group.num_complete(available), state.audit.stop // size),
+        )
+        chunks = {
+            group.keys[at]: at
+            for at in range(first, stop)
+            if group.geometry.window is None or group.still_has(at, allocated_at)
         }
-        held = self._manager.lookup_many(list(inside), state.context)
-        return {key: at for (key, at), is_held in zip(inside.items(), held, strict=True) if is_held}
+        held = self._manager.lookup_many(list(chunks), state.context)
+        return {key: at for (key, at), is_held in zip(chunks.items(), held, strict=True) if is_held}
 
     def release(self, job: AuditJob) -> None:
         """Give back the slots of an audit that is over, and unpin the kept rows."""

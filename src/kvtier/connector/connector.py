@@ -120,9 +120,13 @@ class OffloadingConnector:
         """Say where a request's prompt came from."""
         return self._scheduler.explain(req_id)
 
-    def reset_cache(self) -> bool:
-        """Empty every tier."""
-        return self._scheduler.reset_cache()
+    def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
+        """Empty every tier. Of blocks that the engine keeps, nothing computed from them is stored."""
+        return self._scheduler.reset_cache(kept_blocks)
+
+    def forget_stale_blocks(self) -> None:
+        """Note that the engine has none of the blocks any more that it kept at the last reset."""
+        self._scheduler.forget_stale_blocks()
 
     def has_pending_push_work(self) -> bool:
         """Say whether the engine must keep stepping although it has no requests."""
@@ -187,6 +191,10 @@ class OffloadingConnector:
         An engine that computes ahead must not write to such a block.
         """
         return self._worker.is_storing(block_ids)
+
+    def void_loads(self) -> None:
+        """Count the loads that run now as failed, whatever they bring."""
+        self._worker.void_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is not scheduled before its load is over."""

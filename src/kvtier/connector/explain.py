@@ -62,6 +62,12 @@ class Explainer:
         elif limited:
             state.miss = {_POOL: MissReason.LIMITED}, match.reach
 
+    def note_stale_prefix(self, state: RequestState) -> None:
+        """Remember that a request goes on from KV of before a reset, so that nothing of it is stored."""
+        misses, token = state.miss
+        if misses:
+            state.miss = {_POOL: MissReason.STALE_PREFIX}, token
+
     def note_load(
         self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float
     ) -> Explanation | None:

@@ -172,8 +172,8 @@ class PromotionDecision:
 
         If so, note its inquiry or its wish.
         """
-        if not state.may_promote:
-            return False
+        if not state.may_promote or state.context.stays_in_pool:
+            return False  # a row of these keys below the pool may be that of another content
         self._chunks_left -= 1 + sum(len(group.keys) for group in state.groups)
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
         if there.pending and state.may_ask and self._start_asking(state, there, limit):

@@ -106,6 +106,8 @@ class StepView:
     """
     speculative_blocks: set[int] = field(default_factory=set)
     """Blocks allocated since the last step for requests that may never run with them."""
+    copied_blocks: Sequence[tuple[int, int]] = ()
+    """Pairs of a block and the block that it is copied to before the step runs."""
     speculated: bool = False
     """The step was computed before it was scheduled, so its measured time means nothing."""
 

@@ -44,6 +44,7 @@ _COUNTERS = {
     "namespace_departures": "Times that audits made this process drop everything and leave its namespace.",
     "asked_tokens": "Prompt tokens that the engine's own cache did not have.",
     "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
+    "weight_changes": "Times that a worker has found other weights in memory than before.",
 }
 """The totals of `ConnectorStats`."""
 _POOL_COUNTERS = {
@@ -55,6 +56,9 @@ _AUDIT_GAUGES = {"audit_distance": "The largest distance so far between a kept c
 _POOL_GAUGES = {
     "used_bytes": "Host memory that chunks take, those being written and read included.",
     "capacity_bytes": "Host memory for chunks.",
+}
+_ENGINE_GAUGES = {
+    "stale_blocks": "Blocks of the engine with KV of before a reset, from which nothing is stored.",
 }
 _TRANSFER_TIMES = {
     "load_seconds": "Seconds that the slowest worker took to move the bytes of a load.",
@@ -90,7 +94,7 @@ _TIER_TIMES = {
 def _metrics() -> Iterator[Metric]:
     for names, kind, prefix in (
         (_COUNTERS | _POOL_COUNTERS | _UNWRITTEN, MetricKind.COUNTER, ""),
-        (_POOL_GAUGES | _AUDIT_GAUGES, MetricKind.GAUGE, ""),
+        (_POOL_GAUGES | _ENGINE_GAUGES | _AUDIT_GAUGES, MetricKind.GAUGE, ""),
         (_TRANSFER_TIMES, MetricKind.HISTOGRAM, ""),
         (_TIER_COUNTERS, MetricKind.COUNTER, "tier_"),
         (_TIER_GAUGES, MetricKind.GAUGE, "tier_"),
@@ -131,6 +135,8 @@ class ConnectorStats:
     """Prompt tokens of requests that have run which the engine's own cache did not have."""
     loaded_tokens: int = 0
     """The part of `asked_tokens` that was loaded and need not be computed."""
+    weight_changes: int = 0
+    """Times that the engine found other weights in memory than before and dropped everything."""
 
     def count_load(self, job: LoadJob) -> None:
         """Count a load that is over."""
@@ -158,7 +164,12 @@ class ConnectorStats:
 
 
 def make_registry(
-    stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, audits: Audits, row_bytes: int
+    stats: ConnectorStats,
+    times: TransferTimes,
+    manager: OffloadingManager,
+    audits: Audits,
+    row_bytes: int,
+    stale_blocks: set[int],
 ) -> Registry:
     """Return the metrics of a connector, named `kvtier_...`. Reading the pool's metrics counts its slots."""
     registry = Registry("kvtier_")
@@ -166,9 +177,10 @@ def make_registry(
 
     def read_connector() -> dict[str, list[Sample]]:
         samples: dict[str, list[Sample]] = {name: [({}, getattr(stats, name))] for name in _COUNTERS}
+        samples["stale_blocks"] = [({}, len(stale_blocks))]
         return samples | {"load_seconds": [({}, times.loads)], "store_seconds": [({}, times.stores)]}
 
-    registry.add(_named(_COUNTERS, _TRANSFER_TIMES), read_connector)
+    registry.add(_named(_COUNTERS, _ENGINE_GAUGES, _TRANSFER_TIMES), read_connector)
     if isinstance(manager, CPUOffloadingManager | TieredOffloadingManager):
         _add_pool(registry, manager, row_bytes)
     if isinstance(manager, TieredOffloadingManager):

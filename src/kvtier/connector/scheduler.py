@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from kvtier.config import Recompute
@@ -88,6 +89,8 @@ class OffloadingConnectorScheduler:
         self.manager = spec.get_manager()
         self.stats = ConnectorStats()
         self.times = TransferTimes()
+        self._stale_blocks: set[int] = set()
+        """The engine's blocks that hold KV of before the last reset, or KV that was computed from it."""
         self.cost = CostModel()
         self._settings = spec.config.settings
         self._geometry = ChunkGeometry(spec.config)
@@ -102,7 +105,7 @@ class OffloadingConnectorScheduler:
         self._load_failures = LoadFailures()
         self._audits = Audits(spec.config, self._geometry, self.manager)
         self.metrics = make_registry(
-            self.stats, self.times, self.manager, self._audits, spec.config.row_bytes
+            self.stats, self.times, self.manager, self._audits, spec.config.row_bytes, self._stale_blocks
         )
         self._promotion: PromotionDecision | None = None
         self._step = 0
@@ -131,7 +134,7 @@ class OffloadingConnectorScheduler:
             manager.describe_with(self._tracker.describe_chunks)
         if self._describe is None:
             logger.warning(
-                "tiers: nothing is written: without `describe` no chunk is known to be of no adapter"
+                "tiers: nothing is written or read: without `describe` no chunk is known to be of no adapter"
             )
 
     # -- asking ------------------------------------------------------------------------------------
@@ -201,11 +204,31 @@ class OffloadingConnectorScheduler:
         for group in state.groups:
             group.take_all()
             group.give(blocks[group.geometry.index], self._step + 1)
-            self._allocated.update(group.block_ids[state.local // group.geometry.block_size :])
+        if self._stale_blocks and not self._stale_blocks.isdisjoint(state.hits()):
+            state.epoch = None
+            self._explainer.note_stale_prefix(state)
+        for group in state.groups:
+            self._note_allocated(group.block_ids[state.local // group.geometry.block_size :], state)
         if state.audit:  # its rows should still be there when it has computed them
             self.manager.touch(state.all_keys(), state.context)
         if num_external_tokens:
             self._plan_load(state, state.local + num_external_tokens)
+
+    def _note_allocated(self, block_ids: Collection[int], state: RequestState | None) -> None:
+        """Note that a request got blocks to fill.
+
+        A request fills them with stale KV if its own is stale, or if it is not known.
+        """
+        self._allocated.update(block_ids)
+        if not self._stale_blocks:
+            return
+        if state is None or state.epoch != self._epoch:
+            self._stale_blocks.update(block_ids)
+            self._stale_blocks.discard(NULL_BLOCK)
+            return
+        self._stale_blocks.difference_update(block_ids)
+        if not self._stale_blocks:
+            logger.info("the engine has handed out anew all blocks with KV of before the last reset")
 
     def _plan_load(self, state: RequestState, end: int) -> None:
         job = plan_load(self.spec.config, state, end, self._load_decision.patience(state, end))
@@ -262,18 +285,22 @@ class OffloadingConnectorScheduler:
                 self._on_preempted(state)
         starting = {new.req_id: new.num_computed_tokens for new in step.new}
         starting |= {cached.req_id: cached.num_computed_tokens for cached in step.cached if cached.resumed}
+        stale_copies = {copy for block, copy in step.copied_blocks if block in self._stale_blocks}
         for req_id, block_ids, _ in yield_req_data(step):
             if not block_ids:
                 continue
             hit = starting.get(req_id, 0)
-            for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
-                self._allocated.update(ids[hit // geometry.block_size :])
             state = self._requests.get(req_id)  # `None`: the engine never asked about it
+            if state is not None and stale_copies and not stale_copies.isdisjoint(chain(*block_ids)):
+                state.epoch = None
+                self._stale_blocks |= stale_copies
+            for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
+                self._note_allocated(ids[hit // geometry.block_size :], state)
             for group, ids in zip(state.groups if state else (), block_ids, strict=False):
                 if req_id in starting:
                     group.take_all()
                 group.give(ids, self._step)
-        self._allocated |= step.speculative_blocks
+        self._note_allocated(step.speculative_blocks, None)
         self._allocated.discard(NULL_BLOCK)
         if self._geometry.windowed:
             self._allocated_at.update(dict.fromkeys(self._allocated, self._step))
@@ -308,14 +335,15 @@ class OffloadingConnectorScheduler:
                 continue  # its blocks, or the KV they were computed from, are older than the last reset
             available = self._geometry.num_final(min(available, state.view.num_tokens))
             state.next_offer = self._geometry.next_chunk_end(available)
-            wanted = self._chunks_to_store(state, available)
-            if not any(wanted):
-                continue
-            if state.audit and (audit := self._audits.plan(state, wanted)) is not None:
+            if (
+                state.audit
+                and (audit := self._audits.plan(state, available, self._allocated_at)) is not None
+            ):
                 self._start(audit)
                 state.store_jobs.add(audit.job_id)
                 yield audit, (audit.gpu_end, audit.orders)
-            if (planned := self._plan_store(state, wanted)) is not None:
+            wanted = self._chunks_to_store(state, available)
+            if any(wanted) and (planned := self._plan_store(state, wanted)) is not None:
                 yield planned
 
     def _still_has_blocks(self, req_id: ReqId) -> bool:
@@ -577,17 +605,28 @@ class OffloadingConnectorScheduler:
             self._planned.reqs_to_hold.add(request.request_id)
         return state.load_job is not None or bool(state.store_jobs), None
 
-    def reset_cache(self) -> bool:
+    def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
         """Empty every tier and tell the event stream.
 
         Running jobs end by themselves and leave nothing behind.
 
         Weights may have been swapped: requests that hold blocks now store nothing more, and running loads
-        count as failed.
+        count as failed. `kept_blocks` are the blocks from which the engine, all the same, may go on in other
+        requests: nothing that is computed from them is stored until they are handed out anew. `None`: no
+        others than those it kept before.
         """
         if self._tracker.enabled:
             self._translate_events()  # a store that is not announced yet must not look like a later one
         self._epoch += 1
+        if kept_blocks is not None:
+            self._stale_blocks.clear()
+            self._stale_blocks.update(kept_blocks)
+        if self._stale_blocks:
+            logger.warning(
+                "reset: the engine still has %s blocks with KV of before it; nothing that requests compute "
+                "from these is stored until they are handed out anew",
+                f"{len(self._stale_blocks):,}",
+            )
         for job in self._jobs.stores():
             self._tracker.drop(job.keys)
         self._jobs.void_loads()
@@ -596,6 +635,10 @@ class OffloadingConnectorScheduler:
         self._load_failures.clear()
         self._audits.forget_mismatches()
         return True
+
+    def forget_stale_blocks(self) -> None:
+        """Note that the engine goes on from no KV of before the last reset any more."""
+        self._stale_blocks.clear()
 
     # -- telling -----------------------------------------------------------------------------------
 
@@ -667,18 +710,24 @@ class OffloadingConnectorScheduler:
     def _track(self, request: RequestView) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            stays = self._promotion is not None and self._is_of_an_adapter(request)
+            stays = self._promotion is not None and not self._is_keyed_by_content(request)
             params = read_params(request.kv_transfer_params)
             context = ReqContext(params, request.request_id, stays)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
-            state.store_limit = read_token_limit(params, "max_offload_tokens", self._bad_params)
-            state.load_limit = read_token_limit(params, "max_load_tokens", self._bad_params)
+            config, told = self.spec.config, self._bad_params
+            state.store_limit = (
+                read_token_limit(params, "max_offload_tokens", told) if config.may_store else 0
+            )
+            state.load_limit = read_token_limit(params, "max_load_tokens", told) if config.may_load else 0
         return state
 
-    def _is_of_an_adapter(self, request: RequestView) -> bool:
-        """Say whether a request's KV may depend on an adapter. Its keys hold only the adapter's name."""
+    def _is_keyed_by_content(self, request: RequestView) -> bool:
+        """Say whether a request's keys name all that its KV depends on by content, in any process.
+
+        They hold only the name of an adapter, and may hold only the name of an image.
+        """
         if self._describe is None:
-            return True
+            return False
         told = self._describe(request, 0, 0, self._geometry.groups[0].block_size)
-        return told.lora_name is not None or told.lora_id is not None
+        return told.keyed_by_content and told.lora_name is None and told.lora_id is None

@@ -14,7 +14,7 @@ beyond the end are computed again in its place. Scheduler thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -194,9 +194,9 @@ class RequestState:
     view: RequestView
     context: ReqContext
     groups: tuple[GroupState, ...]
-    epoch: int = 0
+    epoch: int | None = 0
     """The number of resets of the tiers before the engine last asked. The request's blocks were computed
-    after the last of these.
+    after the last of these; `None`: from KV of before it, which the engine still had.
     """
     local: int = 0
     """The number of tokens on the GPU when the engine last asked."""
@@ -214,9 +214,9 @@ class RequestState:
     """The number of computed tokens from which a next chunk is complete and can be offered for storing."""
     retry_store_at: int = 0
     store_limit: int | None = None
-    """The number of leading tokens that may be stored, if the request sets a limit."""
+    """The number of leading tokens that may be stored, if the request or the engine sets a limit."""
     load_limit: int | None = None
-    """The number of tokens that a load may bring, if the request sets a limit."""
+    """The number of tokens that a load may bring, if the request or the engine sets a limit."""
     audit_tokens: int | None = None
     """The number of tokens at the end of its hit that are audited; `None` until that is chosen."""
     audit: range = range(0)
@@ -237,6 +237,11 @@ class RequestState:
             self.epoch, self.next_offer = epoch, 0
             for group in self.groups:
                 group.next_store = 0
+
+    def hits(self) -> Iterator[int]:
+        """Return the blocks that held tokens of the request when the engine last asked."""
+        for group in self.groups:
+            yield from group.block_ids[: -(-self.local // group.geometry.block_size)]
 
     def extend_keys(self) -> None:
         """Add the keys of chunks that the request's new hashes complete."""

@@ -193,6 +193,10 @@ class OffloadingConnectorWorker:
             for store in self._stores.values()
         )
 
+    def void_loads(self) -> None:
+        """Count the loads that run now as failed, whatever they bring."""
+        self._void |= self._loads.keys()
+
     def start_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start this step's stores, after the forward pass was given to the device."""
         if self._may_store:

@@ -36,12 +36,18 @@ _TOKEN_TYPE = "i"
 
 
 class Description(NamedTuple):
-    """A request's data about consecutive blocks; `extra_keys` has an entry for each block, or is `None`."""
+    """A request's data about consecutive blocks; `extra_keys` has an entry for each block, or is `None`.
+
+    `keyed_by_content` is False if the keys of the request's blocks name something that their KV depends on
+    otherwise than by its content, for example an image by a number: another process may give that name to
+    another image.
+    """
 
     token_ids: Sequence[int]
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: Sequence[tuple[Any, ...] | None] | None = None
+    keyed_by_content: bool = True
 
 
 Describe = Callable[[Any, int, int, int], Description]

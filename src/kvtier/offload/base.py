@@ -89,6 +89,7 @@ class MissReason(Enum):
     NO_ROOM = "no room in the pool to promote it"
     LIMITED = "beyond what the request may load"
     AUDITED = "computed for an audit"
+    STALE_PREFIX = "follows KV of before a reset"
 
 
 class ChunkLookup(Protocol):

@@ -43,11 +43,12 @@ from kvtier.integrations.vllm.describe import describe_engine, summarize
 from kvtier.integrations.vllm.explain import RequestLog, answer_params
 from kvtier.integrations.vllm.late_stores import EndedRequests
 from kvtier.integrations.vllm.layout import wanted_layout
+from kvtier.integrations.vllm.live_weights import LiveWeights, find_models, watchable
 from kvtier.integrations.vllm.load_gate import LoadGate
 from kvtier.integrations.vllm.logs import show_messages
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
 from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
-from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
+from kvtier.integrations.vllm.translate import describer, step_view, translate_event
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class KVTierMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     orders: OffloadingConnectorMetadata
     idle: bool
+    clears: int = 0
+    """The number of resets so far after which no KV was left, neither in the tiers nor in vLLM."""
+    changes: int = 0
+    """The number of changes of the weights that the scheduler's side has been told so far."""
 
 
 @dataclass(slots=True)
@@ -79,10 +84,14 @@ class KVTierWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The reports of one rank or, aggregated, of all."""
 
     reports: list[TransferReport] = field(default_factory=list)
+    has_new_weights: bool = False
+    """Whether a rank has found that its weights have changed since KV was stored or loaded."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
         """Return the reports of both."""
-        return KVTierWorkerMetadata(self.reports + other.reports)
+        return KVTierWorkerMetadata(
+            self.reports + other.reports, self.has_new_weights or other.has_new_weights
+        )
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -106,7 +115,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counts = Counts()
         self._summary: Summary | None = None
         self._gpu_entries: Any = None
-        self._old_entries: Any = None  # vLLM's own cache at a reset that did not clear it
+        self._kept_entries: Any = None  # vLLM's own cache at the last reset; a new object after a clear
+        self._clears = self._changes = 0  # as in `KVTierMetadata`; a worker's are those of its last step
+        self._live_weights: LiveWeights | None = None
+        self._has_new_weights = False  # whether this worker has yet to tell so
+        self._changes_at_notice = -1  # loads of steps with no more changes may bring KV of old weights
         self._shown: set[str] = set()  # requests known to the core connector
         self._updated = False  # whether this step's output was processed
         self._output = KVConnectorOutput()  # of this worker's last step; vLLM takes it in three parts
@@ -127,7 +140,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._load_gate = LoadGate(config.groups)
         self._request_log = RequestLog(_say, config.settings.load_deadline)
-        self._connector = OffloadingConnector(config, role, self.make_spec(config), describe_blocks)
+        describe = describer(self._vllm_config)
+        self._connector = OffloadingConnector(config, role, self.make_spec(config), describe)
         if self._connector.connector_scheduler is not None:
             _say(summarize(config))
             scheduler = self._connector.connector_scheduler
@@ -189,12 +203,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if _takes_tokens_back(request):
             return 0, False
         limit = self._most_to_load(request)
-        if self._may_hit_old_entries():
-            self._hide(request)
-            tokens: int | None = 0
-        else:
-            self._shown.add(request.request_id)
-            tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        self._shown.add(request.request_id)
+        if self._kept_entries not in (None, self._kv_cache_manager.block_pool.cached_block_hash_to_block):
+            self._kept_entries = None
+            self._connector.forget_stale_blocks()
+        tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
         if tokens is not None and self._windowed:
             # If a whole prompt can be loaded, vLLM computes its last token again. vLLM must know that
             # before it allocates blocks: the window of this token begins one token earlier than that of the
@@ -238,17 +251,27 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         idle = not scheduler_output.num_scheduled_tokens
         if idle:
             self._connector.wait_for_tiers(_TIER_SECONDS)
-        return KVTierMetadata(orders, idle)
+        return KVTierMetadata(orders, idle, self._clears, self._changes)
 
     def update_connector_output(self, connector_output: VllmConnectorOutput) -> None:
         """Process the reports of all workers."""
         self._updated = True
         meta = connector_output.kv_connector_worker_meta
+        if meta is not None and meta.has_new_weights:
+            self._on_new_weights()
         reports = [] if meta is None else meta.reports
         output = KVConnectorOutput(reports=reports)
         self._connector.update_connector_output(output)
         if output.distrusted:
             self.reset_cache()  # vLLM's own cache has loaded KV
+
+    def _on_new_weights(self) -> None:
+        """Forget everything: the weights have changed and nobody has said so."""
+        self._changes += 1
+        logger.warning("kvtier: the weights have changed in memory: everything kept so far is dropped")
+        self.reset_cache()
+        assert self._connector.connector_scheduler is not None
+        self._connector.connector_scheduler.stats.weight_changes += 1
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End a request of a model with one KV cache group."""
@@ -281,22 +304,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         vLLM has tried to clear its own cache before, but may have failed. A block that a running request has
         not filled yet becomes an entry of that cache later.
         """
-        blocks = self._kv_cache_manager.block_pool
-        entries = blocks.cached_block_hash_to_block
-        num_used = blocks.num_gpu_blocks - blocks.get_num_free_blocks()
-        self._old_entries = entries if len(entries) or num_used > 1 else None  # one is the null block
-        return self._connector.reset_cache()
-
-    def _may_hit_old_entries(self) -> bool:
-        """Say whether a request may reuse entries that vLLM should have dropped at a reset."""
-        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
-        return self._old_entries is entries
-
-    def _hide(self, request: Request) -> None:
-        """Have the core connector forget a request, so that nothing of it is stored."""
-        if request.request_id in self._shown:
-            self._shown.remove(request.request_id)
-            self._end([request])
+        pool = self._kv_cache_manager.block_pool
+        self._kept_entries = pool.cached_block_hash_to_block
+        kept = [block for block in pool.blocks if block.ref_cnt or block.block_hash is not None]
+        kept_ids = [block.block_id for block in kept if not block.is_null]
+        self._clears += not kept_ids
+        return self._connector.reset_cache(kept_ids)
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
         """Take the tiers' changes.
@@ -356,9 +369,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in kv_caches if name in names},
             blocks_first=True,
         )
+        is_watched, models = watchable(self._vllm_config), find_models()
+        if is_watched is not None and models:
+            self._live_weights = LiveWeights(models, is_watched)
 
     def handle_preemptions(self, kv_connector_metadata: KVTierMetadata) -> None:
         """End the stores that read blocks which this step overwrites. vLLM calls it first in every step."""
+        if self._live_weights is not None:
+            self._live_weights.look(after_clear=kv_connector_metadata.clears != self._clears)
+            self._clears = kv_connector_metadata.clears
         self._connector.handle_preemptions(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: KVTierMetadata) -> None:
@@ -370,6 +389,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """End the step."""
         super().clear_connector_metadata()
         self._connector.clear_connector_metadata()
+        if self._live_weights is not None:
+            self._live_weights.end_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads. None is for the current forward pass, which vLLM has already launched."""
@@ -391,6 +412,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the requests whose load is over and, with several groups, those whose load failed."""
         if self._connector_metadata is not None and self._connector_metadata.idle:
             self._connector.wait_for_transfers(_IDLE_SECONDS)
+        if not self._check_weights():
+            return KVConnectorTransferResults(finished_recving=set(), failed_recving=set())
         left, self._output = self._output, self._connector.take_output()
         self._output.invalid_block_ids |= left.invalid_block_ids  # empty, if vLLM has taken them
         self._output.reports[:0] = left.reports
@@ -398,6 +421,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             finished_recving=self._output.finished_recving,
             failed_recving=self._output.failed_recving if len(self._groups) > 1 else set(),
         )
+
+    def _check_weights(self) -> bool:
+        """Say whether results of transfers may be told; `False`: whether the weights are new is not known.
+
+        What is loaded after a change, until the scheduler's side knows of it, counts as failed.
+        """
+        meta = self._connector_metadata
+        if self._live_weights is None or meta is None:
+            return True
+        if self._live_weights.take_change():
+            self._has_new_weights, self._changes_at_notice = True, meta.changes
+        if meta.changes <= self._changes_at_notice:
+            self._connector.void_loads()
+        return not self._live_weights.is_looking_at_all
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return an empty set (no request holds its blocks), and the requests whose load is over."""
@@ -411,7 +448,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         """Take the results of jobs for the scheduler's side."""
         reports, self._output.reports = self._output.reports, []
-        return KVTierWorkerMetadata(reports) if reports else None
+        is_new, self._has_new_weights = self._has_new_weights, False
+        return KVTierWorkerMetadata(reports, is_new) if reports or is_new else None
 
     # Both sides.
 
@@ -419,6 +457,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Release everything. Idempotent."""
         if self._summary is not None:
             self._summary.close()
+        self._live_weights = None  # which holds on to the model
         if not self._awaits_handshake:
             self._connector.shutdown()
 

@@ -114,6 +114,8 @@ def describe_engine(
         replicas=_num_replicas(vllm_config, kv_cache_config),
         number_format=number_format,
         audit_tolerance=_audit_tolerance(vllm_config, number_format),
+        may_load=transfer.is_kv_consumer,  # and so is `kv_both`
+        may_store=transfer.is_kv_producer,
     )
 
 

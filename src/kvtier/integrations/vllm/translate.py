@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_events
@@ -12,13 +14,17 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from kvtier.connector import CachedRequest, NewRequest, StepView
-from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, Description
+from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, Describe, Description
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["describe_blocks", "step_view", "translate_event"]
+__all__ = ["describe_blocks", "describer", "step_view", "translate_event"]
+
+_HEX_DIGITS = {"blake3": 64, "sha256": 64, "sha512": 128}
+"""The length of a digest by each of vLLM's algorithms for media."""
 
 
 def step_view(output: SchedulerOutput) -> StepView:
@@ -38,11 +44,37 @@ def step_view(output: SchedulerOutput) -> StepView:
         num_scheduled_tokens=output.num_scheduled_tokens,
         preempted_req_ids=output.preempted_req_ids or set(),
         finished_req_ids=output.finished_req_ids,
+        copied_blocks=output.kv_cache_block_copies or (),
     )
 
 
-def describe_blocks(request: Request, start: int, stop: int, block_size: int) -> Description:
-    """Describe the blocks of a request's tokens `[start, stop)`, as vLLM describes its own."""
+def describer(vllm_config: VllmConfig) -> Describe:
+    """Return `describe_blocks` for an engine."""
+    return partial(describe_blocks, media_digest=_media_digest(vllm_config))
+
+
+def _media_digest(vllm_config: VllmConfig) -> re.Pattern[str] | None:
+    """Return the form of the digests by which an engine names images and other media; `None`: it has none.
+
+    With both its processor cache and its prefix cache turned off, vLLM counts media and hashes none.
+    """
+    media = vllm_config.model_config.multimodal_config
+    if media is None:
+        return None
+    hashes = media.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching
+    digits = _HEX_DIGITS.get(media.mm_hasher_algorithm) if hashes else None
+    return None if digits is None else re.compile(f"[0-9a-f]{{{digits}}}")
+
+
+def describe_blocks(
+    request: Request, start: int, stop: int, block_size: int, media_digest: re.Pattern[str] | None = None
+) -> Description:
+    """Describe the blocks of a request's tokens `[start, stop)`, as vLLM describes its own.
+
+    `media_digest` is the form of a medium's name that vLLM has computed from its content; another name comes
+    from a client or a counter. The other extra keys of vLLM's hashes are content: the salt, and digests of
+    embeddings.
+    """
     lora = request.lora_request
     extra, item = [], 0  # the multimodal item to continue with
     for block in range(start, stop, block_size):
@@ -53,6 +85,10 @@ def describe_blocks(request: Request, start: int, stop: int, block_size: int) ->
         lora_id=None if lora is None else lora.adapter_id,
         lora_name=None if lora is None else lora.name,
         extra_keys=to_event_extra_keys(extra),
+        keyed_by_content=all(
+            media_digest is not None and media_digest.fullmatch(media.identifier)
+            for media in request.mm_features
+        ),
     )
 
 

@@ -1,0 +1,183 @@
+"""Notices that a model's weights have changed in memory, as trainers change them, whoever has done it.
+
+vLLM has many ways to change weights (`reload_weights`, `update_weights`, functions of a user's own) and none
+that tells a connector. Most write through `param.data`, which leaves no trace in torch's version counters,
+so the bytes are compared: 64 words of each parameter, spread over it. A step that follows a pause looks at
+all parameters, if that takes a twentieth of the pause at most; every other step looks at a few, in turn. An
+update of all weights is such a pause, because it takes longer than a look at a few words of them.
+
+On a CUDA device the words are copied without waiting, in the order of the device's work, and compared once
+they have come. A look finds changes of before its step, but not when they happened. Worker's thread only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["LiveWeights", "find_models", "watchable"]
+
+_WORDS = 64
+_WORD_BYTES = 8
+_SHARE_OF_PAUSE = 20
+_IN_TURN = 2
+"""Parameters that a step without a pause looks at."""
+
+Parameters = dict[str, Any]
+"""The parameters of one module, in its own dict: who replaces a parameter does it there."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """The words of some parameters, on their way to host memory."""
+
+    indices: range
+    words: torch.Tensor
+    arrival: Any  # an event of CUDA; `None`: the words have come
+    after_clear: bool
+
+    def has_come(self) -> bool:
+        return self.arrival is None or bool(self.arrival.query())
+
+
+class LiveWeights:
+    """The parameters of a worker's models, as they were when the worker last looked."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        is_watched: Callable[[str], bool] = lambda name: True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Watch the parameters whose name is to be watched, from now on."""
+        self._models, self._is_watched, self._clock = models, is_watched, clock
+        self._places: list[tuple[Parameters, str]] = []
+        self._words: list[torch.Tensor] = []  # as they were, in the order of `_places`
+        self._looks: list[_Look] = []
+        self._next = 0  # the parameter to go on with
+        self._seconds = float("inf")  # that a look at all parameters takes, if nothing else runs
+        self._pause_began = clock()
+        self._start_over()
+
+    def look(self, *, after_clear: bool = False) -> None:
+        """Begin to look at the weights, before a step runs.
+
+        `after_clear`: no KV is left of before this step, so that a change need not be told.
+        """
+        count = len(self._places)
+        if after_clear or self.pauses_enough():
+            began = self._clock()
+            self._begin(range(count), after_clear)
+            self._seconds = min(self._seconds, self._clock() - began)
+        elif not self._looks:
+            stop = min(self._next + _IN_TURN, count)
+            self._begin(range(self._next, stop), after_clear)
+            self._next = stop % count if count else 0
+
+    def pauses_enough(self) -> bool:
+        """Say whether the next look is one at all parameters."""
+        return self._clock() - self._pause_began >= _SHARE_OF_PAUSE * self._seconds
+
+    def end_step(self) -> None:
+        """Note the end of a step: a pause begins."""
+        self._pause_began = self._clock()
+
+    @property
+    def is_looking_at_all(self) -> bool:
+        """Whether the words of a look at all weights have not come yet."""
+        return any(len(look.indices) > _IN_TURN and not look.has_come() for look in self._looks)
+
+    def take_change(self) -> bool:
+        """Say whether a look has found other weights than before. Later looks compare with those."""
+        while self._looks and self._looks[0].has_come():
+            look = self._looks.pop(0)
+            if not torch.equal(look.words, _join([self._words[index] for index in look.indices])):
+                self._start_over()
+                return not look.after_clear
+        return False
+
+    def _start_over(self) -> None:
+        """Take the weights as they are for those to compare with, and wait for their words."""
+        began = self._clock()
+        self._places = list(self._find_places())
+        self._words = [_words(parameters.get(name)).cpu().clone() for parameters, name in self._places]
+        self._looks, self._next = [], 0
+        self._seconds = min(self._seconds, self._clock() - began)
+
+    def _find_places(self) -> Iterator[tuple[Parameters, str]]:
+        for model in self._models:
+            for prefix, module in model.named_modules():
+                names = [name for name in module._parameters if self._is_watched(f"{prefix}.{name}")]
+                yield from ((module._parameters, name) for name in names)
+
+    def _begin(self, indices: range, after_clear: bool) -> None:
+        found = [_words(parameters.get(name)) for parameters, name in (self._places[i] for i in indices)]
+        arrival: Any = None
+        if {words.device.type for words in found if words.numel()} == {"cuda"}:
+            found = [words for words in found if words.numel()]
+            here = _join(found)
+            words = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+            words.copy_(here, non_blocking=True)
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrival.record()
+        else:
+            words = _join([words.cpu() for words in found])
+        self._looks.append(_Look(indices, words, arrival, after_clear))
+
+
+def _join(words: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(words)) if words else torch.empty(0, dtype=torch.int64)
+
+
+def _words(parameter: torch.Tensor | None) -> torch.Tensor:
+    """Return words spread over the memory of a parameter; none if it has no memory now.
+
+    Their distance is odd, so that they are not all of one column of a matrix.
+    """
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    if parameter is None or parameter.is_meta or is_traceable_wrapper_subclass(parameter):
+        return none
+    start = -(-parameter.storage_offset() * parameter.element_size() // _WORD_BYTES)
+    count = parameter.untyped_storage().nbytes() // _WORD_BYTES - start
+    count = min(count, parameter.numel() * parameter.element_size() // _WORD_BYTES)
+    if count <= 0:
+        return none
+    step = (count // _WORDS) | 1
+    words = torch.empty(0, dtype=torch.int64, device=parameter.device)
+    return words.set_(parameter.untyped_storage(), start, (min(_WORDS, -(-count // step)),), (step,))
+
+
+def find_models() -> list[torch.nn.Module]:
+    """Return the models of the worker that makes this call: its model and its draft model, if it has one.
+
+    vLLM gives a connector no reference to them, so this function searches the calling frames for the runner.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        runner: Any = frame.f_locals.get("self")
+        if callable(getattr(runner, "get_model", None)):
+            drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+            models = [runner.get_model(), getattr(drafter, "model", None)]
+            return [model for model in models if isinstance(model, torch.nn.Module)]
+    return []
+
+
+def watchable(vllm_config: VllmConfig) -> Callable[[str], bool] | None:
+    """Return which parameters of an engine only a new version of the weights changes; `None`: hardly any.
+
+    vLLM moves experts between ranks (EPLB), and copies the weights of layers that it prefetches.
+    """
+    if vllm_config.offload_config.prefetch.offload_group_size:
+        return None
+    moves_experts = vllm_config.parallel_config.enable_eplb
+    return lambda name: not (moves_experts and "experts" in name)

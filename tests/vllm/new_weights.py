@@ -1,0 +1,34 @@
+"""A program for `test_processes`: two ranks whose weights are reloaded without a word to kvtier.
+
+`python new_weights.py MODEL CHECKPOINT` computes prompts, reloads the weights, computes the prompts again
+and, after a reset of everything, once more. It says in a line of JSON what was computed each time and what
+was counted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.vllm.engines import as_connector, make_llm
+from tests.vllm.ranks import generate
+
+
+def main() -> None:
+    model, checkpoint = sys.argv[1:]
+    llm = make_llm(model, 64, as_connector({}), disable_log_stats=False, tensor_parallel_size=2)
+    old = generate(llm)
+    llm.reset_prefix_cache()
+    assert generate(llm) == old
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+    llm.reset_prefix_cache()
+    unsaid = generate(llm)
+    llm.reset_prefix_cache(reset_connector=True)
+    said = generate(llm)
+    names = ("vllm:kvtier_loads", "vllm:kvtier_weight_changes")
+    counted = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in names}
+    print(json.dumps({"computed": [old, unsaid, said]} | counted), flush=True)
+
+
+if __name__ == "__main__":
+    main()
