@@ -70,12 +70,37 @@ def numbers(messages: list[tuple[int, bytes]]) -> list[int]:
 def test_batches_come_in_order_from_zero(client: Client) -> None:
     with publisher(topic="kv", **PLAIN) as made:
         sub = client.subscribe(made, b"kv")
-        for n in range(1, 6):
-            made.publish(batch(stored([n]), ts=float(n)))
-        for n in range(5):
+        for n in range(6):
+            made.publish(batch(stored([n + 1]), ts=float(n)))
+        for n in range(6):
             topic, seq, payload = receive(sub)
             assert (topic, seq) == (b"kv", n.to_bytes(8, "big"))
-            assert payload == msgspec.msgpack.encode(KVEventBatch(float(n + 1), [stored([n + 1])], 0))
+            if n:  # the first one has a mark, too
+                assert payload == msgspec.msgpack.encode(KVEventBatch(float(n), [stored([n + 1])], 0))
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("interval", [None, 60.0])
+def test_the_first_batch_of_every_process_has_a_mark(
+    client: Client, tmp_path: Path, clears: bool, interval: float | None
+) -> None:
+    """With a sequence file its number says nothing: only the mark tells that another process speaks."""
+    options: dict[str, Any] = {
+        "clear_on_start": clears,
+        "heartbeat_interval": interval,
+        "sequence_file": str(tmp_path / "sequence"),
+    }
+    epochs = []
+    for _ in range(2):
+        with publisher(**options) as made:
+            made.publish(batch(stored([1])))
+            made.flush()
+            first = made.stats().next_seq - 1 - clears
+            batches = [decode_batch(payload) for _, payload in replay(made, first, client)]
+            assert [one.mark is not None for one in batches] == [True, False][: 1 + clears]
+            assert batches[0].mark is not None
+            epochs.append(batches[0].mark.epoch)
+    assert epochs[0] != epochs[1]
 
 
 def test_other_topics_are_not_heard(client: Client) -> None:
@@ -92,7 +117,9 @@ def test_events_of_other_kinds_pass_through(client: Client) -> None:
 
     with publisher(**PLAIN) as made:
         sub = client.subscribe(made)
-        made.publish(EventBatch(ts=2.0, events=[Custom(5)]))
+        for ts in (1.0, 2.0):
+            made.publish(EventBatch(ts=ts, events=[Custom(5)]))
+        receive(sub)  # the first one has a mark, too
         assert msgspec.msgpack.decode(receive(sub)[2]) == [2.0, [{"type": "Custom", "number": 5}], 0]
 
 

@@ -233,9 +233,12 @@ class ReplayServer:
             yield None if batch is None else (snapshot.as_of + 1, _frame(batch))
 
     def _status(self) -> Iterator[_Message | None]:
-        """Yield the mark under the newest number; before the first batch there is none."""
+        """Yield the mark under the newest number that was used, if only by an earlier process.
+
+        Before number 0 there is none.
+        """
         sender = self._sender
-        if sender.next_seq > sender.first_seq:
+        if sender.next_seq > 0:
             yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
     def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:

@@ -66,8 +66,8 @@ class Sender:
         self._batch_rank = rank
         self._ts = 0.0
         self._interval = config.heartbeat_interval
-        self._mark_due = False
-        self._spoke_at = self._marked_at = time.monotonic()
+        self._mark_due = True  # the first message has one: it tells that another process speaks
+        self._spoke_at, self._marked_at = time.monotonic(), -math.inf
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
         self._used: list[Snapshot] = []  # snapshots that serve no new clients
