@@ -465,8 +465,10 @@ class Case:
         held = self.publisher.history.get((epoch, replica.position))
         is_empty = held is None and replica.position == -1  # nothing was sent yet
         is_latest = epoch != heard.epoch or replica.position >= heard.seq or self.follower.pending
-        assert (is_empty or held is not None) and self.consumer.held == (held or frozenset()), self._wrong
-        assert is_latest and epoch >= heard.marked_epoch, self._wrong
+        assert is_empty or held is not None, self._wrong
+        assert self.consumer.held == (held or frozenset()), self._wrong
+        assert is_latest, self._wrong
+        assert epoch >= heard.marked_epoch, self._wrong
 
     @property
     def _wrong(self) -> tuple[int, int, str]:

@@ -36,6 +36,7 @@ from kvtier.errors import ConfigError, InputError, OutsideError
 from kvtier.events import (
     AllBlocksCleared,
     BlockRemoved,
+    BlockStored,
     EventBatch,
     EventPublisher,
     EventPublisherFactory,
@@ -842,7 +843,8 @@ def test_who_asks_across_a_quick_restart_is_not_told_of_every_number_in_between(
 
 def test_who_asks_from_0_gets_the_state_and_what_came_since(client: Client) -> None:
     with publisher(first=1_700_000_000_000_000, buffer_steps=5, **PLAIN) as made:
-        assert replay(made, b"kvtier:status", client) == []
+        [(newest, _)] = replay(made, b"kvtier:status", client)
+        assert newest == 1_700_000_000_000_000 - 1
         for n in range(1, 21):
             made.publish(batch(stored([n], n - 1 or None)))
         got = replay(made, 0, client)
@@ -877,3 +879,40 @@ def test_an_outbox_that_is_closed_stays_so() -> None:
             outbox.queue_or_overflow(EventBatch(3.0, []))
         outbox.take()
     assert len(outbox) == 0
+
+
+def test_a_subscriber_that_reads_nothing_costs_a_bounded_number_of_bytes(client: Client) -> None:
+    """Only messages were bounded: 100,000 of any size."""
+    total, size = 800, 200_000
+    with publisher(buffer_bytes=8 << 20, hwm=10_000, **PLAIN) as made:
+        sub = client.open(zmq.SUB, made.endpoint, rcvhwm=1, rcvbuf=4096)
+        sub.subscribe(b"")
+        wait_until(lambda: (made.publish(batch()), sub.poll(5))[1], "the subscription")
+        for n in range(total):
+            made.publish(batch(stored([n + 1], lora_name="x" * size)))
+            if n % 50 == 0:
+                made.flush()
+        made.flush()
+        taken = 0
+        while sub.poll(500):
+            taken += len(sub.recv_multipart()[2])
+        assert taken < 40 << 20, "most of it waited, though the system's own buffers are small"
+
+
+@pytest.mark.parametrize("tokens", [0, 16])
+def test_a_huge_event_leaves_in_parts(client: Client, tokens: int) -> None:
+    """One call on a million blocks would hold the interpreter for 100 ms, here and in every consumer."""
+    hashes = list(range(1, 100_001))
+    event = BlockStored(hashes, None, [7] * (tokens * len(hashes)), tokens, None, "GPU", None)
+    with publisher(buffer_bytes=1 << 30, **PLAIN) as made:
+        made.publish(batch(event))
+        made.publish(batch(*(removed(hashes[start : start + 30_000]) for start in range(0, 90_000, 30_000))))
+        made.check()
+        sent = replay(made, 0, client)
+        parts = [decode_batch(payload) for _, payload in sent]
+        counts = [len(part.block_hashes) for one in parts for part in one.events]
+        assert max(counts) <= 4096
+        assert sum(counts) == 190_000
+        assert max(len(payload) for _, payload in sent) < 1 << 20
+        assert len(consume(sent).held) == made.stats().blocks == 10_000
+        assert {one.ts for one in parts} == {1.0}

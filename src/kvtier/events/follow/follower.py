@@ -531,11 +531,9 @@ class Follower(Generic[B]):
         self._stop_asking()
         self._drain()  # batches from before; no mark in them covers the time since
         self.replica.doubt()
-        if self.replica.has_marks:
-            return  # a mark will show whether it is the same
         self._live_epoch = self._unknown_epoch
-        if self._can_ask and self.replica.kind is Kind.STOCK:
-            return  # the bytes of its last batch will show it
+        if self.replica.has_marks or (self._can_ask and self.replica.kind is Kind.STOCK):
+            return  # a mark, or the bytes of its last batch, will show whether it is the same
         self.replica.note_loss()
         if not self._can_ask:
             self.replica.trust()
