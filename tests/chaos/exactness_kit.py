@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from tests.chaos.stream_kit import Heard
+
 from kvtier.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -22,8 +24,10 @@ from kvtier.events import (
     Mark,
     Place,
     Received,
+    RequestKind,
     Reset,
     State,
+    StateChanged,
     StreamRequest,
     Update,
     decode_batch,
@@ -107,13 +111,26 @@ class RankedPublisher:
     """The protocol in its simplest form, for several ranks; stock ones send no marks and no snapshots."""
 
     def __init__(
-        self, random: Random, *, ranks: int, ring: int, is_stock: bool, places: int, hashes: int
+        self,
+        random: Random,
+        *,
+        ranks: int,
+        ring: int,
+        is_stock: bool,
+        places: int,
+        hashes: int,
+        marks: float = 0.2,
+        clears: float = 0.03,
+        clears_first: bool = True,
     ) -> None:
+        """Mark and clear this often; `clears_first`: the first batch of a process is a clear."""
         self.random = random
+        self._marks, self._clears, self._clears_first = marks, clears, clears_first
         self.ranks = ranks
         self.is_stock = is_stock
         self.newest = -1
         self.runs = 0
+        self.epochs: list[int] = []
         self.truth = Holdings()
         self.history: dict[tuple[int, int], Blocks] = {}  # by epoch and number: what was held then
         self.sent_by: dict[bytes, int] = {}  # the epochs of live batches
@@ -127,21 +144,24 @@ class RankedPublisher:
         """Start, or start again: empty, under another epoch."""
         self.runs += 1
         self.epoch = self.runs << 32 | self.random.getrandbits(31)
+        self.epochs.append(self.epoch)
         self.truth, self._heard = Holdings(), {0}
         self._ring.clear()
         self.newest += self.random.choice((0, 0, 7)) if keeps_sequence else -self.newest - 1
-        return None if self.is_stock else self.send(0, [AllBlocksCleared()], is_marked=True)
+        if self.is_stock:
+            return None
+        return self.send(0, [AllBlocksCleared()] if self._clears_first else [], is_marked=True)
 
     def step(self) -> Message:
         """Send what an engine might do."""
         rank = self.random.randrange(self.ranks)
-        if self.random.random() < 0.03:
+        if self.random.random() < self._clears:
             return self.send(rank, [AllBlocksCleared()])
         return self.send(
-            rank, [event for _ in range(self.random.choice((1, 1, 1, 2))) for event in self._events(rank)]
+            rank, [event for _ in range(self.random.choice((1, 1, 1, 2))) for event in self.change(rank)]
         )
 
-    def _events(self, rank: int) -> list[KVEvent]:
+    def change(self, rank: int) -> list[KVEvent]:
         """Remove blocks that are there, or else store them."""
         place = self.random.choice(self._places)
         hashes = self.random.sample(self._hashes, min(len(self._hashes), self.random.choice((1, 1, 1, 2))))
@@ -162,7 +182,7 @@ class RankedPublisher:
         """Take a batch for which there is no room: its number is used up, and cannot be replayed."""
         rank = self.random.randrange(self.ranks)
         self._heard.add(rank)
-        self._events(rank)
+        self.change(rank)
         self.newest += 1
         self.history[self.epoch, self.newest] = self.truth.held
         self._ring.clear()
@@ -171,7 +191,7 @@ class RankedPublisher:
         self._heard.add(rank)
         self.truth.apply(rank, [event for event in events if isinstance(event, AllBlocksCleared)])
         self.newest += 1
-        marked = self.random.random() < 0.2 if is_marked is None else is_marked
+        marked = self.random.random() < self._marks if is_marked is None else is_marked
         message = self.newest, self._frame(rank, events, marked and not self.is_stock)
         self._ring.append(message)
         self.history[self.epoch, self.newest] = self.truth.held
@@ -197,17 +217,21 @@ class RankedPublisher:
         start = int.from_bytes(request, "big")
         if start > self.newest or self.is_stock or (self._ring and self._ring[0][0] <= start):
             return [(seq, payload) for seq, payload in self._ring if seq >= start]
-        parts, numbers = self._snapshot(), range(start, self.newest + 1)
-        if len(parts) > len(numbers):
-            return []  # it has no numbers for the state: a snapshot must do
-        empty = self._frame(0, [], is_marked=False)
-        return [(seq, parts[at] if at < len(parts) else empty) for at, seq in enumerate(numbers)]
+        parts, count = self._snapshot(), self.newest + 1 - start
+        if len(parts) > count:  # as few as there can be: a batch for each rank, perhaps under one number
+            parts = self._snapshot(is_dense=True)
+        parts += [self._frame(0, [], is_marked=False)] * (count - len(parts))
+        return [(min(start + at, self.newest), part) for at, part in enumerate(parts)]
 
-    def _snapshot(self) -> list[bytes]:
+    def _snapshot(self, *, is_dense: bool = False) -> list[bytes]:
         parts: list[tuple[int, list[KVEvent]]] = []
         for rank in sorted(self._heard):
-            parts.append((rank, [AllBlocksCleared()]))
-            parts += [(rank, [stored(place, [held])]) for of, place, held in self.truth.blocks if of == rank]
+            held = [(place, block_hash) for of, place, block_hash in self.truth.blocks if of == rank]
+            stores: list[KVEvent] = [stored(place, [block_hash]) for place, block_hash in held]
+            if is_dense:
+                parts.append((rank, [AllBlocksCleared(), *stores]))
+            else:
+                parts += [(rank, [AllBlocksCleared()]), *((rank, [store]) for store in stores)]
         return [self._frame(*part, is_marked=part is parts[-1]) for part in parts]
 
 
@@ -267,9 +291,13 @@ class Case:
             ranks=1 if self.is_stock else random.choice((1, 1, 2, 3)),
             ring=self.ring,
             is_stock=self.is_stock,
-            places=random.randint(1, len(PLACES)),
-            hashes=random.randint(1, 4),
+            places=random.choice((1, 1, 2, len(PLACES))),
+            hashes=random.choice((1, 1, 2, 4)),
+            marks=random.choice((0.0, 0.05, 0.2)),
+            clears=random.choice((0.03, 0.12)),
+            clears_first=random.random() < 0.7,
         )
+        self.beats = random.choice((0.01, 0.05, 0.14))
         tiny = Limits(pending_batches=3, pending_bytes=400, probe_interval=2.0, backoff=0.1, backoff_max=0.5)
         roomy = Limits(probe_interval=2.0, backoff=0.1, backoff_max=0.5)
         limits = random.choice((tiny, roomy))
@@ -278,11 +306,12 @@ class Case:
         self.damage = random.choice((0.0, 0.0, 0.05))
         self.trouble = random.choice((0.0, 0.3, 0.9, 1.0))  # how many answers go wrong
         self.restarts = random.choice((0.0, 0.02, 0.1))
+        self.ambushes = 0.0 if self.is_stock else random.choice((0.0, 0.0, 0.15 if self.can_ask else 0.05))
         self._link: deque[Message] = deque()
         self._replies: deque[Message] | None = None
         self._asked: StreamRequest | None = None
         self._ending = ""
-        self._heard = b""  # the last live batch
+        self.heard = Heard()
         for _ in range(random.choice((0, 0, 1, 10))):
             self.publisher.step()
         self.follower.connected(self.now)
@@ -305,13 +334,15 @@ class Case:
         random, publisher = self.random, self.publisher
         self.now += random.random() * 0.2
         dice = random.random()
-        if dice < self.restarts:
+        if random.random() < self.ambushes and (self._asked is not None or not self.can_ask):
+            self._ambush()
+        elif dice < self.restarts:
             self._restart()
         elif dice < 0.04:
             self._reconnect()
         elif dice < 0.06 and not self.is_stock:
             publisher.overflow()
-        elif dice < 0.2:
+        elif dice < 0.06 + self.beats:
             self._send(publisher.heartbeat())
         else:
             self._send(publisher.step())
@@ -320,7 +351,9 @@ class Case:
         if message is None or self.nemesis.loses(message[1]):
             return
         if self.nemesis.is_at_work and self.random.random() < self.damage:
-            message = message[0], _damaged(message[1])
+            damaged = _damaged(message[1])
+            self.publisher.sent_by[damaged] = self.publisher.sent_by[message[1]]
+            message = message[0], damaged
         self._link.append(message)
 
     def _restart(self) -> None:
@@ -334,37 +367,73 @@ class Case:
             self._reconnect(is_cut=True)
         self._send(hello)
 
+    def _ambush(self) -> None:
+        """Start another process unseen, and let it go on just where its batches would fit in."""
+        newest = self.random.choice(self._last_numbers())
+        if self.random.random() < 0.5:
+            self._link.clear()
+        self.publisher.begin()
+        while self.publisher.newest < newest:
+            self.publisher.step()
+        rank = self.random.randrange(self.publisher.ranks)
+        self._link.append(self.publisher.send(rank, self.publisher.change(rank), is_marked=False))
+
+    def _last_numbers(self) -> list[int]:
+        """Return numbers behind which a batch of another process looks like the next one."""
+        if self._replies and self._asked is not None:  # behind the answer that is under way
+            return [self._replies[-1][0] - (self._asked.kind is RequestKind.SNAPSHOT)]
+        numbers = [self.follower.replica.position, self.publisher.newest, self.publisher.newest + 2]
+        return numbers + [seq for seq, _ in list(self._link)[-1:]]
+
     def _reconnect(self, *, is_cut: bool = False) -> None:
         if is_cut or self.random.random() < 0.7:
             self._link.clear()
+        self.heard.cut()
         self.follower.disconnected(self.now)
         self.follower.connected(self.now)
 
     def _serve(self, budget: int) -> None:
         """Let a part of what is under way arrive."""
         for _ in range(min(budget, len(self._link))):
-            seq, self._heard = self._link.popleft()
-            self.follower.live(seq, self._heard, self.now)
+            seq, payload = self._link.popleft()
+            self.heard.live(seq, payload, self.publisher.sent_by[payload])
+            self.follower.live(seq, payload, self.now)
+            self._consume()
         self._converse(budget)
         if self.now >= self.follower.deadline:
             self.follower.tick(self.now)
-        updates = self.follower.take_updates()
-        self.updates += updates
-        self.consumer.follow(updates)
+        self._consume()
         self.follower.check()
+
+    def _consume(self) -> None:
+        """Let the consumer read, update by update, and check what it may believe in between."""
+        for update in self.follower.take_updates():
+            self.updates.append(update)
+            self.consumer.follow([update])
+            if self.consumer.state is State.EXACT and not self.heard.is_hidden:
+                assert isinstance(update, (Received, StateChanged)), self._wrong
+                if isinstance(update, Received):
+                    history = self.publisher.history
+                    states = [history.get((epoch, update.seq)) for epoch in self.publisher.epochs]
+                    assert self.consumer.held in states, self._wrong
 
     def _converse(self, budget: int) -> None:
         if self.follower.request is not self._asked:
             self._asked, self._replies = self.follower.request, None
+            self.heard.answers.clear()
             return
         if self._asked is None:
             return
         if self._replies is None:
             self._replies, self._ending = self._answer(self._asked.data)
         while budget and self._replies and self.follower.request is self._asked:
-            self.follower.reply(self._asked, *self._replies.popleft(), self.now)
+            seq, payload = self._replies.popleft()
+            self.heard.reply(payload)
+            self.follower.reply(self._asked, seq, payload, self.now)
+            self._consume()
             budget -= 1
         if self._ending != "silence" and not self._replies and self.follower.request is self._asked:
+            self.heard.end()
             self.follower.end(self._asked, self.now, self._ending)
 
     def _answer(self, request: bytes) -> tuple[deque[Message], str]:
@@ -384,24 +453,26 @@ class Case:
     # -- what must hold ----------------------------------------------------------------------------
 
     def check_claim(self) -> None:
-        """Whoever says exact holds what the publisher held as of that batch."""
-        if self.follower.replica.state is not State.EXACT or self._is_restart_hidden():
+        """Whoever says exact holds what its publisher held as of that batch.
+
+        No later process has spoken, and no later batch has come, unless it still waits.
+        """
+        replica, heard = self.follower.replica, self.heard
+        if replica.state is not State.EXACT or heard.excuses(replica.epoch):
             return
         self.claims += 1
-        epoch = self.follower.replica.epoch or self.publisher.epoch
-        truth = self.publisher.history.get((epoch, self.follower.replica.position), frozenset())
-        assert self.consumer.held == truth, (
-            self.seed,
-            self.follower.replica.position,
-            "called exact and is not",
-        )
+        epoch = self.publisher.epoch if replica.epoch is None else replica.epoch
+        held = self.publisher.history.get((epoch, replica.position))
+        is_empty = held is None and replica.position == -1  # nothing was sent yet
+        is_latest = epoch != heard.epoch or replica.position >= heard.seq or self.follower.pending
+        assert is_empty or held is not None, self._wrong
+        assert self.consumer.held == (held or frozenset()), self._wrong
+        assert is_latest, self._wrong
+        assert epoch >= heard.marked_epoch, self._wrong
 
-    def _is_restart_hidden(self) -> bool:
-        """Say whether nothing that was heard could tell that the publisher is another one, or who it is."""
-        heard = self.publisher.sent_by.get(self._heard, -1)
-        if self.follower.replica.epoch is None:  # no mark yet: it is taken for one of one rank
-            return self.publisher.runs > 1 or (not self.is_stock and self.publisher.ranks > 1)
-        return heard > self.follower.replica.epoch
+    @property
+    def _wrong(self) -> tuple[int, int, str]:
+        return self.seed, self.follower.replica.position, "called exact and is not"
 
     def _calm_down(self) -> None:
         self.nemesis.is_at_work = False
@@ -410,14 +481,23 @@ class Case:
             assert self.now < until, (self.seed, self.follower.replica.state, self.follower.replica.reason)
             if int(self.now) != int(self.now + 0.1):
                 self._send(self.publisher.heartbeat())
-            if int(self.now / 10) != int(self.now / 10 + 0.01) and (not self.can_ask or self.is_stock):
-                for rank in range(self.publisher.ranks):  # nothing else helps where nobody has what was lost
-                    self._send(self.publisher.clear(rank))
+            if int(self.now / 10) != int(self.now / 10 + 0.01):
+                self._help()
             self.now += 0.1
             self._serve(1000)
             self.check_claim()
         assert self.consumer.held == self.publisher.truth.held, self.seed
         assert self.consumer.state is State.EXACT
+
+    def _help(self) -> None:
+        """Do the only thing that helps where nobody has what was lost: clear, or begin from number 0."""
+        if self.is_stock and not self.can_ask:
+            self.publisher.begin()
+            self._reconnect(is_cut=True)
+            self._send(self.publisher.step())
+        elif self.is_stock or not self.can_ask:
+            for rank in range(self.publisher.ranks):
+                self._send(self.publisher.clear(rank))
 
     def _is_done(self) -> bool:
         is_of_it = self.is_stock or self.follower.replica.epoch == self.publisher.epoch

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from pathlib import Path
 
 import pytest
-from tests.chaos.stream_kit import LossyLink, Message, ModelPublisher, ModelReplica, Workload
+from tests.chaos.stream_kit import Heard, LossyLink, Message, ModelPublisher, ModelReplica, Workload
 from tests.ports import free_ports
 
 from kvtier.errors import OutsideError
@@ -47,7 +47,7 @@ class Client:
         self.replies: deque[Message] | None = None  # None: not answered yet
         self.asked: StreamRequest | None = None
         self.is_cut = False
-        self.heard = b""  # the last live batch
+        self.heard = Heard()
         self.follower.connected(now)
 
     def send(self, message: Message | None) -> None:
@@ -61,14 +61,16 @@ class Client:
         """
         if self.rng.random() < 0.7:
             self.live.clear()
+        self.heard.cut()
         self.follower.disconnected(now)
         self.follower.connected(now)
 
     def step(self, publisher: ModelPublisher, now: float, budget: int) -> None:
         """Let a part of what is under way arrive."""
         for _ in range(min(budget, len(self.live))):
-            seq, self.heard = self.live.popleft()
-            self.follower.live(seq, self.heard, now)
+            seq, payload = self.live.popleft()
+            self.heard.live(seq, payload, publisher.sent_by[payload])
+            self.follower.live(seq, payload, now)
         self._converse(publisher, now, budget)
         if now >= self.follower.deadline:
             self.follower.tick(now)
@@ -78,6 +80,7 @@ class Client:
     def _converse(self, publisher: ModelPublisher, now: float, budget: int) -> None:
         if self.follower.request is not self.asked:
             self.asked, self.replies, self.is_cut = self.follower.request, None, False
+            self.heard.answers.clear()
             return
         if self.asked is None or self.is_cut:
             return
@@ -87,9 +90,12 @@ class Client:
             self.is_cut = True  # nothing follows, not even the end
             return
         while budget and self.replies and self.follower.request is self.asked:
-            self.follower.reply(self.asked, *self.replies.popleft(), now)
+            seq, payload = self.replies.popleft()
+            self.heard.reply(payload)
+            self.follower.reply(self.asked, seq, payload, now)
             budget -= 1
         if not self.replies and self.follower.request is self.asked:
+            self.heard.end()
             self.follower.end(self.asked, now)
 
 
@@ -189,15 +195,12 @@ class World:
             client.replica.apply(client.follower.take_updates())
             if self.publisher.is_stock:
                 assert not self.has_all(client) or client.replica.blocks == self.publisher.truth.blocks
-            elif client.follower.replica.state is State.EXACT and not self.is_restart_hidden(client):
+            elif client.follower.replica.state is State.EXACT:
                 epoch, seq = client.follower.replica.epoch, client.follower.replica.position
                 assert epoch is not None
-                assert client.replica.held == self.publisher.history[epoch, seq]
-
-    def is_restart_hidden(self, client: Client) -> bool:
-        """Say whether a client has live batches of a publisher that it does not know to be there."""
-        heard = self.publisher.sent_by.get(client.heard, -1)
-        return client.follower.replica.epoch is not None and heard > client.follower.replica.epoch
+                if not client.heard.excuses(epoch):
+                    assert client.replica.held == self.publisher.history[epoch, seq]
+                    assert epoch >= client.heard.marked_epoch
 
     def has_all(self, client: Client) -> bool:
         """Say whether a client says it is exact, and has the newest batch."""

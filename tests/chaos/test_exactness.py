@@ -23,8 +23,11 @@ from tests.chaos import exactness_kit
 from tests.chaos.exactness_kit import Blocks, Case, FedIndex, Holdings, Nemesis, RankedPublisher
 from tests.chaos.stream_kit import LossyLink
 
+from kvtier.errors import IntegrityError
 from kvtier.events import (
     DecodedBatch,
+    Follower,
+    Kind,
     KVEventBatch,
     Limits,
     Source,
@@ -152,9 +155,14 @@ def test_over_real_sockets_what_is_called_exact_is_what_the_publisher_holds(seed
                 )
         link.nemesis.is_at_work = False
         _wait_until(link, parties[:1], lambda party: party.status.state is State.EXACT)
-        for rank in range(ranks):
-            publisher.publish(_as_published(model.clear(rank)[1]))
-        _wait_until(link, parties, lambda party: party.has_truth(model.truth.held))
+        until = time.monotonic() + PATIENCE
+        while not all(party.has_truth(model.truth.held) for party in parties):
+            # Again and again: who waits for an answer that never comes may have no room for a clear.
+            for rank in range(ranks):
+                publisher.publish(_as_published(model.clear(rank)[1]))
+            goal = _sent_before(publisher)
+            _wait_until(link, parties, lambda party, goal=goal: party.status.seq >= goal)
+            assert time.monotonic() < until, [party.status for party in parties]
         for party in parties:
             party.subscriber.check()
 
@@ -221,7 +229,18 @@ def _clear_empties_all_ranks(patch: pytest.MonkeyPatch) -> None:
 def _clear_alone_is_a_proof(patch: pytest.MonkeyPatch) -> None:
     """Trust what was cleared, though ranks that were never heard of may hold something."""
     are_whole = RankSums.are_whole
-    patch.setattr(RankSums, "are_whole", lambda self, *, has_marks: are_whole(self, has_marks=False))
+    patch.setattr(RankSums, "are_whole", lambda self, *, is_stock: are_whole(self, is_stock=True))
+
+
+def _unknown_publishers_are_stock_ones(patch: pytest.MonkeyPatch) -> None:
+    """Take every publisher that has sent no mark yet for one of one rank."""
+    patch.setattr(
+        Replica,
+        "is_whole",
+        property(
+            lambda self: self.seq is not None and self.sums.are_whole(is_stock=self.kind is not Kind.KVTIER)
+        ),
+    )
 
 
 def _nothing_is_torn(patch: pytest.MonkeyPatch) -> None:
@@ -253,17 +272,163 @@ def _unread_events_do_not_matter(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(exactness_kit, "decode_batch", decode)
 
 
-CONTROLS: dict[Patch, int] = {
-    _mark_confirms_over_losses: 0,
-    _clear_mends_all_ranks: 200,
-    _clear_empties_all_ranks: 0,
-    _clear_alone_is_a_proof: 0,
-    _nothing_is_torn: 0,
-    _half_an_answer_counts: 0,
-    _other_incarnations_are_the_same: 1200,
-    _unread_events_do_not_matter: 0,
-}
-"""What is taken away, and the seed before one that shows it."""
+def _live_batches_of_any_epoch_fit(patch: pytest.MonkeyPatch) -> None:
+    same = property(lambda self: self.replica.epoch, lambda self, epoch: None)
+    patch.setattr(Follower, "_live_epoch", same, raising=False)
+
+
+def _snapshots_of_any_epoch_fit(patch: pytest.MonkeyPatch) -> None:
+    """Believe a snapshot of another process than the one that was expected, without asking again."""
+    apply = Follower._apply
+
+    def applied(
+        self: Follower[Any], seq: int, batch: Any, payload: bytes, *, is_snapshot: bool = False
+    ) -> None:
+        apply(self, seq, batch, payload, is_snapshot=is_snapshot)
+        if is_snapshot:
+            self.replica.trust()
+
+    patch.setattr(Follower, "_apply", applied)
+
+
+def _status_of_any_epoch_fits(patch: pytest.MonkeyPatch) -> None:
+    end_status = Follower._end_status
+
+    def ended(self: Follower[Any], request: Any) -> None:
+        if self._status is not None and self.replica.epoch is not None:
+            seq, mark = self._status
+            self._status = seq, msgspec.structs.replace(mark, epoch=self.replica.epoch)
+        end_status(self, request)
+
+    patch.setattr(Follower, "_end_status", ended)
+
+
+def _a_new_epoch_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    reset = Follower._reset
+    patch.setattr(Follower, "_reset", lambda self, problem, epoch=None: reset(self, problem))
+
+
+def _nothing_is_doubted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "doubt", lambda self: None)
+
+
+def _doubt_ends_without_a_mark(patch: pytest.MonkeyPatch) -> None:
+    """Trust the publisher after every answer, whoever gave it."""
+    end_replay = Follower._end_replay
+
+    def ended(self: Follower[Any], request: Any) -> None:
+        end_replay(self, request)
+        self.replica.trust()
+
+    patch.setattr(Follower, "_end_replay", ended)
+
+
+def _doubt_ends_with_any_batch(patch: pytest.MonkeyPatch) -> None:
+    """Trust the publisher after a cut as soon as anything comes."""
+    live = Follower.live
+
+    def taken(self: Follower[Any], seq: int, payload: bytes, now: float) -> None:
+        self.replica.trust()
+        live(self, seq, payload, now)
+
+    patch.setattr(Follower, "live", taken)
+
+
+def _empty_batches_count_as_marks(patch: pytest.MonkeyPatch) -> None:
+    apply = Replica.apply
+
+    def applied(
+        self: Replica[Any], seq: int, batch: Any, payload: bytes, now: float, **options: bool
+    ) -> Any:
+        result = apply(self, seq, batch, payload, now, **options)
+        if not batch.events and not batch.skipped:
+            self.sums.is_open = self.is_doubted = False
+            self.sums._torn.clear()
+            self.sums._fresh.clear()
+        return result
+
+    patch.setattr(Replica, "apply", applied)
+
+
+def _gaps_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    """Apply every live batch, though others before it are missing."""
+    apply_if_next = Follower._apply_if_next
+
+    def applied(self: Follower[Any], seq: int, payload: bytes) -> bool:
+        if self.replica.seq is not None and seq > self.replica.seq:
+            self.replica.seq = seq - 1
+        return apply_if_next(self, seq, payload)
+
+    patch.setattr(Follower, "_apply_if_next", applied)
+
+
+def _lost_batches_say_nothing_about_the_rest(patch: pytest.MonkeyPatch) -> None:
+    """Take a live batch behind a hole for one of the process that spoke before the hole."""
+    patch.setattr(
+        Follower, "_known_upto", property(lambda self: self._live_seq, lambda self, seq: None), raising=False
+    )
+
+
+def _reconnected_streams_are_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Follower, "_note_reconnect", lambda self: None)
+
+
+def _reconnected_publishers_are_stock_ones(patch: pytest.MonkeyPatch) -> None:
+    """Forget the kind of the publisher when the connection was cut."""
+    note_reconnect = Follower._note_reconnect
+
+    def noted(self: Follower[Any]) -> None:
+        note_reconnect(self)
+        self.replica.kind = Kind.STOCK
+
+    patch.setattr(Follower, "_note_reconnect", noted)
+
+
+def _waiting_batches_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    """Drop what waited for an answer."""
+    patch.setattr(Follower, "_drain", lambda self: self._pending.clear())
+
+
+def _first_batches_have_no_mark(patch: pytest.MonkeyPatch) -> None:
+    """Let a process begin without a mark, as no publisher of ours may."""
+    send = RankedPublisher.send
+
+    def sent(
+        self: RankedPublisher, rank: int, events: list[Any], *, is_marked: bool | None = None
+    ) -> tuple[int, bytes]:
+        is_first = not any(epoch == self.epoch for epoch, _ in self.history)
+        return send(self, rank, events, is_marked=False if is_first else is_marked)
+
+    patch.setattr(RankedPublisher, "send", sent)
+
+
+CONTROLS: tuple[Patch, ...] = (
+    _mark_confirms_over_losses,
+    _clear_mends_all_ranks,
+    _clear_empties_all_ranks,
+    _clear_alone_is_a_proof,
+    _unknown_publishers_are_stock_ones,
+    _nothing_is_torn,
+    _half_an_answer_counts,
+    _other_incarnations_are_the_same,
+    _unread_events_do_not_matter,
+    _live_batches_of_any_epoch_fit,
+    _snapshots_of_any_epoch_fit,
+    _status_of_any_epoch_fits,
+    _a_new_epoch_is_forgotten,
+    _nothing_is_doubted,
+    _doubt_ends_without_a_mark,
+    _doubt_ends_with_any_batch,
+    _empty_batches_count_as_marks,
+    _gaps_do_not_matter,
+    _lost_batches_say_nothing_about_the_rest,
+    _reconnected_streams_are_the_same,
+    _reconnected_publishers_are_stock_ones,
+    _waiting_batches_do_not_matter,
+    _first_batches_have_no_mark,
+)
+"""Each takes one rule away, of the follower or of the publisher."""
+CONTROL_SEEDS = 500
 
 
 @pytest.mark.parametrize("control", CONTROLS)
@@ -272,12 +437,13 @@ def test_without_each_rule_something_is_called_exact_that_is_not(
 ) -> None:
     control(monkeypatch)
     with pytest.raises(AssertionError, match="called exact and is not"):
-        _make_claims(CONTROLS[control])
+        _make_claims()
 
 
-def _make_claims(first: int) -> None:
+def _make_claims() -> None:
     """Run schedules as far as their claims go; that they come to a good end is not asked of a control."""
-    for seed in range(first, first + 20_000):
+    for seed in range(CONTROL_SEEDS):
         case = Case(seed)
-        for _ in range(120):
-            case.step()
+        with contextlib.suppress(IntegrityError):  # found by the follower itself, which is no claim
+            for _ in range(120):
+                case.step()

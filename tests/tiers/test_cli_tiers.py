@@ -115,6 +115,16 @@ def test_without_tiers_there_is_nothing_to_check(tmp_path: Path, capsys: pytest.
     assert "expected tiers, got none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["0", "0.5B", "1TiB"])
+def test_a_row_size_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"cpu": {"capacity": "1MiB"}, "tiers": [disk(tmp_path / "kv")]}))
+    assert main(["tiers", "check", str(file), "--row-size", size]) == 2
+    assert "--row-size: expected" in capsys.readouterr().err
+
+
 def test_rows_that_cannot_be_removed_are_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], server: ValkeyServer
 ) -> None:

@@ -131,3 +131,20 @@ def test_keys_that_cannot_be_read_are_one_line_a_minute(
     assert not any(made._knows(b"k" * 32) for _ in range(20))
     made.close()
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "metadata\n", 'curve\n    public-key = "x8/', 'curve\n    public-key = "x8"\n']
+)
+def test_a_half_written_key_refuses_its_own_client_only(
+    client: Client, keys: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients"))
+    late = CurveClient(str(keys / "strangers" / "stranger.key_secret"), str(keys / "server.key"))
+    (keys / "clients" / "late.key").write_text(text)
+    with publisher(curve=curve) as made:
+        assert answers(client.open(zmq.DEALER, made.replay_endpoint, friend(keys)), 10_000)
+        assert not answers(client.open(zmq.DEALER, made.replay_endpoint, late, linger=0), 100)
+        (keys / "strangers" / "stranger.key").replace(keys / "clients" / "late.key")
+        assert answers(client.open(zmq.DEALER, made.replay_endpoint, late), 10_000)
+    assert "late.key: skipped" in caplog.text

@@ -36,6 +36,7 @@ from kvtier.errors import ConfigError, InputError, OutsideError
 from kvtier.events import (
     AllBlocksCleared,
     BlockRemoved,
+    BlockStored,
     EventBatch,
     EventPublisher,
     EventPublisherFactory,
@@ -70,12 +71,37 @@ def numbers(messages: list[tuple[int, bytes]]) -> list[int]:
 def test_batches_come_in_order_from_zero(client: Client) -> None:
     with publisher(topic="kv", **PLAIN) as made:
         sub = client.subscribe(made, b"kv")
-        for n in range(1, 6):
-            made.publish(batch(stored([n]), ts=float(n)))
-        for n in range(5):
+        for n in range(6):
+            made.publish(batch(stored([n + 1]), ts=float(n)))
+        for n in range(6):
             topic, seq, payload = receive(sub)
             assert (topic, seq) == (b"kv", n.to_bytes(8, "big"))
-            assert payload == msgspec.msgpack.encode(KVEventBatch(float(n + 1), [stored([n + 1])], 0))
+            if n:  # the first one has a mark, too
+                assert payload == msgspec.msgpack.encode(KVEventBatch(float(n), [stored([n + 1])], 0))
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("interval", [None, 60.0])
+def test_the_first_batch_of_every_process_has_a_mark(
+    client: Client, tmp_path: Path, clears: bool, interval: float | None
+) -> None:
+    """With a sequence file its number says nothing: only the mark tells that another process speaks."""
+    options: dict[str, Any] = {
+        "clear_on_start": clears,
+        "heartbeat_interval": interval,
+        "sequence_file": str(tmp_path / "sequence"),
+    }
+    epochs = []
+    for _ in range(2):
+        with publisher(**options) as made:
+            made.publish(batch(stored([1])))
+            made.flush()
+            first = made.stats().next_seq - 1 - clears
+            batches = [decode_batch(payload) for _, payload in replay(made, first, client)]
+            assert [one.mark is not None for one in batches] == [True, False][: 1 + clears]
+            assert batches[0].mark is not None
+            epochs.append(batches[0].mark.epoch)
+    assert epochs[0] != epochs[1]
 
 
 def test_other_topics_are_not_heard(client: Client) -> None:
@@ -92,7 +118,9 @@ def test_events_of_other_kinds_pass_through(client: Client) -> None:
 
     with publisher(**PLAIN) as made:
         sub = client.subscribe(made)
-        made.publish(EventBatch(ts=2.0, events=[Custom(5)]))
+        for ts in (1.0, 2.0):
+            made.publish(EventBatch(ts=ts, events=[Custom(5)]))
+        receive(sub)  # the first one has a mark, too
         assert msgspec.msgpack.decode(receive(sub)[2]) == [2.0, [{"type": "Custom", "number": 5}], 0]
 
 
@@ -824,7 +852,8 @@ def test_who_asks_across_a_quick_restart_is_not_told_of_every_number_in_between(
 
 def test_who_asks_from_0_gets_the_state_and_what_came_since(client: Client) -> None:
     with publisher(first=1_700_000_000_000_000, buffer_steps=5, **PLAIN) as made:
-        assert replay(made, b"kvtier:status", client) == []
+        [(newest, _)] = replay(made, b"kvtier:status", client)
+        assert newest == 1_700_000_000_000_000 - 1
         for n in range(1, 21):
             made.publish(batch(stored([n], n - 1 or None)))
         got = replay(made, 0, client)
@@ -859,3 +888,40 @@ def test_an_outbox_that_is_closed_stays_so() -> None:
             outbox.queue_or_overflow(EventBatch(3.0, []))
         outbox.take()
     assert len(outbox) == 0
+
+
+def test_a_subscriber_that_reads_nothing_costs_a_bounded_number_of_bytes(client: Client) -> None:
+    """Only messages were bounded: 100,000 of any size."""
+    total, size = 800, 200_000
+    with publisher(buffer_bytes=8 << 20, hwm=10_000, **PLAIN) as made:
+        sub = client.open(zmq.SUB, made.endpoint, rcvhwm=1, rcvbuf=4096)
+        sub.subscribe(b"")
+        wait_until(lambda: (made.publish(batch()), sub.poll(5))[1], "the subscription")
+        for n in range(total):
+            made.publish(batch(stored([n + 1], lora_name="x" * size)))
+            if n % 50 == 0:
+                made.flush()
+        made.flush()
+        taken = 0
+        while sub.poll(500):
+            taken += len(sub.recv_multipart()[2])
+        assert taken < 40 << 20, "most of it waited, though the system's own buffers are small"
+
+
+@pytest.mark.parametrize("tokens", [0, 16])
+def test_a_huge_event_leaves_in_parts(client: Client, tokens: int) -> None:
+    """One call on a million blocks would hold the interpreter for 100 ms, here and in every consumer."""
+    hashes = list(range(1, 100_001))
+    event = BlockStored(hashes, None, [7] * (tokens * len(hashes)), tokens, None, "GPU", None)
+    with publisher(buffer_bytes=1 << 30, **PLAIN) as made:
+        made.publish(batch(event))
+        made.publish(batch(*(removed(hashes[start : start + 30_000]) for start in range(0, 90_000, 30_000))))
+        made.check()
+        sent = replay(made, 0, client)
+        parts = [decode_batch(payload) for _, payload in sent]
+        counts = [len(part.block_hashes) for one in parts for part in one.events]
+        assert max(counts) <= 4096
+        assert sum(counts) == 190_000
+        assert max(len(payload) for _, payload in sent) < 1 << 20
+        assert len(consume(sent).held) == made.stats().blocks == 10_000
+        assert {one.ts for one in parts} == {1.0}

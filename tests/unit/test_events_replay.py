@@ -462,14 +462,32 @@ def test_clients_together_have_a_bound(client: Client, monkeypatch: pytest.Monke
     with publisher(**PLAIN) as made:
         made.publish(batch(stored(list(range(1, 20_001)))))
         made.check()
+        monkeypatch.setattr(replay_module, "_has_sent_all", lambda connection: False)
         first = client.open(zmq.DEALER, made.replay_endpoint)
-        assert len(list(ask(first, 0))) == 1
+        answered = len(list(ask(first, 0)))
         wait_until(lambda: made.stats().sessions == 0, "the answer")
         second = client.open(zmq.DEALER, made.replay_endpoint)
         second.send_multipart([b"", bytes(8)])
         assert receive(second) == [b"", b"error: busy, try again later", END, b""]
         made._loop.replay._clock = lambda: time.monotonic() + 31.0  # type: ignore[union-attr]
-        assert len(list(ask(second, 0))) == 1
+        assert len(list(ask(second, 0))) == answered
+
+
+def test_a_snapshot_that_was_read_frees_its_place(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each client counted for 30 s, also those that had read everything: 67 of them made others wait."""
+    monkeypatch.setattr(replay_module, "MAX_QUEUED", 300_000)
+    monkeypatch.setattr(replay_module, "STALLED_AFTER", 1e9)
+    with publisher(**PLAIN) as made:
+        server = made._loop.replay
+        assert server is not None
+        for n in range(40):
+            made.publish(batch(stored([1000 * n + k + 1 for k in range(1000)])))
+        made.check()
+        readers = [client.open(zmq.DEALER, made.replay_endpoint) for _ in range(12)]
+        for reader in readers:  # they stay connected
+            assert len(list(ask(reader, b"snapshot"))) > 5
+            wait_until(lambda: server.queued_bytes() == 0, "its place")
+        assert made.stats().refused == 0
 
 
 def test_snapshots_that_are_read_slowly_are_few(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_a_mark_confirms_what_was_seen_from_the_start() -> None:
     sums.add(0, store(5, 7))
     sums.add(1, store(5))
     sums.add(0, remove(7))
-    assert sums.are_whole(has_marks=True)
+    assert sums.are_whole(is_stock=False)
     assert sums.confirm(mark_of(5, 5))
     assert not sums.confirm(mark_of(5, 7))
 
@@ -55,10 +55,10 @@ def test_a_mark_confirms_what_was_seen_from_the_start() -> None:
 def test_a_mark_shows_that_nothing_was_held_before_the_first_batch_that_came() -> None:
     sums = RankSums()
     sums.add(0, store(5))
-    assert not sums.are_whole(has_marks=True)
+    assert not sums.are_whole(is_stock=False)
     assert not sums.confirm(mark_of(5, 6))
     assert sums.confirm(mark_of(5))
-    assert sums.are_whole(has_marks=True)
+    assert sums.are_whole(is_stock=False)
 
 
 def test_losses_that_cancel_are_no_proof() -> None:
@@ -99,7 +99,7 @@ def test_of_a_rank_that_was_never_heard_of_only_a_mark_can_tell() -> None:
     sums.add(0, store(5))
     sums.note_loss()  # rank 7 stores 9
     sums.add(0, CLEAR)
-    assert not sums.are_whole(has_marks=True)
+    assert not sums.are_whole(is_stock=False)
     assert not sums.confirm(mark_of(9))
     sums.add(7, remove(9))
     assert sums.blocks == -1
@@ -110,14 +110,14 @@ def test_of_a_rank_that_was_never_heard_of_only_a_mark_can_tell() -> None:
 
 def test_without_marks_a_clear_of_all_ranks_heard_of_is_enough() -> None:
     sums = RankSums()
-    assert not sums.are_whole(has_marks=False)
+    assert not sums.are_whole(is_stock=True)
     sums.add(None, store(5))
-    assert not sums.are_whole(has_marks=False)
+    assert not sums.are_whole(is_stock=True)
     sums.add(None, CLEAR)
-    assert sums.are_whole(has_marks=False)
-    assert not sums.are_whole(has_marks=True)
+    assert sums.are_whole(is_stock=True)
+    assert not sums.are_whole(is_stock=False)
     sums.add(3, store(5))
-    assert not sums.are_whole(has_marks=False), "another rank, of which nothing is known"
+    assert not sums.are_whole(is_stock=True), "another rank, of which nothing is known"
 
 
 def test_ranks_are_bounded_and_beyond_the_bound_nothing_is_proven() -> None:
@@ -125,8 +125,8 @@ def test_ranks_are_bounded_and_beyond_the_bound_nothing_is_proven() -> None:
     for rank in range(MAX_RANKS + 10):
         sums.add(rank, store(rank))
     assert len(sums._ranks) == MAX_RANKS
-    assert not sums.are_whole(has_marks=True)
-    assert not sums.are_whole(has_marks=False)
+    assert not sums.are_whole(is_stock=False)
+    assert not sums.are_whole(is_stock=True)
     assert not sums.confirm(Mark(1, sums.blocks, sums.digest))
     sums.check()
 

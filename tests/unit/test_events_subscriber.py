@@ -4,6 +4,7 @@ forms.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import threading
@@ -18,7 +19,7 @@ import zmq
 from tests.chaos.stream_kit import ModelReplica, stored
 from tests.ports import free_ports
 
-from kvtier.errors import InputError
+from kvtier.errors import InputError, OutsideError
 from kvtier.events import (
     EventEncoder,
     Kind,
@@ -449,3 +450,71 @@ def test_socket_options_reach_the_sockets(publisher: ZmqEventPublisher) -> None:
     with Subscriber([source_of(publisher)], sockets=SocketOptions(hwm=7, max_message=1234)) as subscriber:
         sub = subscriber._links["p"].sockets[0]
         assert (sub.rcvhwm, sub.getsockopt(zmq.MAXMSGSIZE)) == (7, 1234)
+
+
+def test_a_refused_source_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq gives up a connection whose key was refused; its key may come to the publisher later."""
+    monkeypatch.setattr("kvtier.events.follow.link._REDIAL_AFTER", 0.1)
+    for name in ("server", "late"):
+        make_keys(tmp_path, name)
+    (tmp_path / "clients").mkdir()
+    server = CurveServer(str(tmp_path / "server.key_secret"), str(tmp_path / "clients"))
+    publisher = ZmqEventPublisher(
+        0,
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:0",
+        config=KVEventsConfig(curve=server, heartbeat_interval=0.1),
+    )
+    publish(publisher, 1, 2, 3)
+    keys = CurveClient(str(tmp_path / "late.key_secret"), str(tmp_path / "server.key"))
+    source = Source("late", publisher.endpoint, publisher.replay_endpoint, curve=keys)
+    with Subscriber([source], limits=QUICK) as subscriber:
+        until(subscriber, is_degraded(subscriber, "late", "does not accept our key"))
+        (tmp_path / "late.key").rename(tmp_path / "clients" / "late.key")
+        until(subscriber, holds(subscriber, "late", 3))
+    publisher.shutdown()
+
+
+def test_the_topic_counts_for_replayed_batches_too() -> None:
+    publisher = ZmqEventPublisher(
+        0,
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:0",
+        topic="kv-a",
+        config=KVEventsConfig(heartbeat_interval=0.1),
+    )
+    publish(publisher, 1, 2, 3)
+    address = publisher.endpoint, publisher.replay_endpoint
+    sources = [Source("a", *address, topic="kv"), Source("b", *address, topic="kv-b")]
+    with Subscriber(sources, limits=QUICK) as subscriber:
+        seen: list[str] = []
+        limit = time.monotonic() + 60.0
+        while subscriber.status("a").blocks != 3 or subscriber.status("b").state is not State.EXACT:
+            seen += [update.source for update in subscriber.poll(0.05) if isinstance(update, Received)]
+            assert time.monotonic() < limit, subscriber.statuses()
+        assert "b" not in seen
+        assert "a" in seen
+    publisher.shutdown()
+
+
+@pytest.mark.parametrize("which", ["endpoint", "replay_endpoint"])
+def test_a_port_that_cannot_be_is_refused(which: str) -> None:
+    address = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": None, which: "tcp://127.0.0.1:71093"}
+    with Subscriber() as subscriber, pytest.raises(InputError, match="port from 0 to 65535, got 71093"):
+        subscriber.add(Source("p", **address))  # type: ignore[arg-type]
+
+
+def test_without_descriptors_left_a_source_is_refused_and_can_come_later(
+    publisher: ZmqEventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Subscriber(limits=QUICK) as subscriber:
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Context, "socket", _no_descriptors)
+            with pytest.raises(OutsideError, match=r"raise the limit of open files"):
+                subscriber.add(source_of(publisher))
+        subscriber.add(source_of(publisher))
+        until(subscriber, lambda: subscriber.status("p").state is State.EXACT)
+
+
+def _no_descriptors(*_: object) -> None:
+    raise zmq.ZMQError(errno.EMFILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -575,3 +576,26 @@ def test_a_compiled_form_that_is_asked_for_is_compiled_before_it_serves(
         monkeypatch.setenv("KVTIER_INDEX", "numba")
     Service(Settings(budget=4 << 20, form="numba" if by == "setting" else None)).close()
     assert warmed == ["numba"]
+
+
+def test_without_descriptors_left_a_registration_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a 500 with a traceback in the log."""
+
+    def no_descriptors(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with publishing() as publisher, IndexServer(port=0, settings=SMALL) as server:
+        client = Client(server.url)
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Context, "socket", no_descriptors)
+            status, answer = client("POST", "/register", registered(publisher))
+        assert status == 503
+        assert "raise the limit of open files" in answer["error"]
+        assert client("POST", "/register", registered(publisher)) == (201, {"status": "ok"})
+
+
+def test_a_port_that_cannot_be_is_refused() -> None:
+    with publishing() as publisher, IndexServer(port=0, settings=SMALL) as server:
+        body = registered(publisher) | {"endpoint": "tcp://127.0.0.1:71093"}
+        status, answer = Client(server.url)("POST", "/register", body)
+        assert (status, "expected a port from 0 to 65535" in answer["error"]) == (400, True)

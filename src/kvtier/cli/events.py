@@ -47,6 +47,9 @@ _WAKE = 0.5
 _QUEUED = 1000
 """The most batches of a recording that wait to be published."""
 
+_SLOWEST = 1e-3
+"""The lowest speed of a replay: with less, a pause could be longer than the system can wait."""
+
 _Endpoint = Annotated[
     str,
     Argument(
@@ -278,7 +281,8 @@ def check_command(
     replay: _Replay = None,
     topic: _Topic = "",
     timeout: Annotated[
-        float, Option(metavar="SECONDS", min=0.1, help="How long to wait for the publisher's word.")
+        float,
+        Option(metavar="SECONDS", min=0.1, max=86_400, help="How long to wait for the publisher's word."),
     ] = 10.0,
     curve_key: Key = None,
     curve_server: ServerKey = None,
@@ -354,6 +358,6 @@ def _speed(text: str) -> float:
         speed = math.inf if text == "max" else float(text)
     except ValueError:
         speed = 0.0
-    if not speed > 0:
-        raise InputError(f"--speed: expected a number above 0, or max, got {text!r}")
+    if not speed >= _SLOWEST:
+        raise InputError(f"--speed: expected a number of at least {_SLOWEST:g}, or max, got {text!r}")
     return speed

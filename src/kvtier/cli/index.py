@@ -14,13 +14,16 @@ from typer import Option
 
 from kvtier.cli.sources import Key, ServerKey, curve_client, expect_address
 from kvtier.cli.streams import remark
-from kvtier.config import parse_size
+from kvtier.config import format_size, parse_size
 from kvtier.errors import InputError
 
 if TYPE_CHECKING:
     from kvtier.index.server import Registration
 
 __all__ = ["BlockKeys", "Counting", "index_app", "serve_command"]
+
+_LEAST_BUDGET = 4 << 20
+"""With less, an index has room for hardly any block, or cannot be compiled."""
 
 index_app = typer.Typer(help="Who holds which prefix, for routers to ask.")
 
@@ -50,7 +53,8 @@ _Follow = Annotated[
 ]
 _Model = Annotated[str, Option(help="The model of those publishers.")]
 _Block = Annotated[
-    int | None, Option(metavar="TOKENS", min=1, help="Their block size; the stream says it too.")
+    int | None,
+    Option(metavar="TOKENS", min=1, max=1 << 20, help="Their block size; the stream says it too."),
 ]
 _AllowHost = Annotated[
     list[str] | None,
@@ -89,7 +93,7 @@ def serve_command(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(
         keys=keys.value,
-        budget=parse_size(budget, "--budget"),
+        budget=_budget(budget),
         counting=counting.value,
         curve=curve_client(curve_key, curve_server),
     )
@@ -106,6 +110,13 @@ def serve_command(
         follow=[_registration(text, model_name, block_size) for text in follow or ()],
         on_ready=lambda url: remark(f"serving on {url}"),
     )
+
+
+def _budget(text: str) -> int:
+    budget = parse_size(text, "--budget")
+    if budget < _LEAST_BUDGET:
+        raise InputError(f"--budget: expected at least {format_size(_LEAST_BUDGET)}, got {text!r}")
+    return budget
 
 
 def _registration(text: str, model: str, block_size: int | None) -> Registration:

@@ -90,7 +90,10 @@ def check_command(
     Exits with 1 if a tier does not work.
     """
     config = KVTierConfig.from_file(file)
-    size = max(_PAGE, parse_size(row_size, "--row-size") // _PAGE * _PAGE)
+    wanted = parse_size(row_size, "--row-size")
+    if wanted < 1:
+        raise InputError(f"--row-size: expected at least one byte, got {row_size!r}")
+    size = -(-wanted // _PAGE) * _PAGE
     if not config.tiers:
         raise InputError(f"{file}: expected tiers, got none")
     if rows * size > _MOST_BYTES:

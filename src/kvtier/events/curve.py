@@ -9,8 +9,10 @@ are immutable; a `Gate` belongs to the thread that serves it.
 from __future__ import annotations
 
 import logging
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +28,7 @@ __all__ = ["CurveClient", "CurveServer", "Gate", "make_keys"]
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"kvtier"
 _SETTLED_NS = 1_000_000_000
+_KEY_BYTES = 32
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +121,8 @@ class Gate:
     """Tells libzmq which clients may connect, for one context (ZeroMQ RFC 27).
 
     The folder is read again when it or any file in it changed, so that keys can be added, replaced or
-    removed while the publisher runs. Connected clients stay connected.
+    removed while the publisher runs. Connected clients stay connected. A file that cannot be read refuses
+    its own client only.
     """
 
     def __init__(self, context: zmq.Context[Any], clients_dir: str) -> None:
@@ -127,8 +131,9 @@ class Gate:
             raise ConfigError("curve.clients_dir", f"expected a folder of public keys, got {clients_dir}")
         self._read: frozenset[tuple[str, int, int, int]] | None = None
         self._allowed: frozenset[bytes] = frozenset()
+        self._unreadable: dict[str, str] = {}  # why files are skipped, by name
         self.denied = 0
-        self._unreadable = LogLimit()
+        self._folder_lines = LogLimit()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ZAP)
@@ -152,18 +157,43 @@ class Gate:
         try:
             found = self._look()
             if found != self._read:
-                self._allowed = frozenset(zmq.auth.load_certificates(self._dir))
+                self._allowed = self._load_all(name for name, *_ in found if name.endswith(".key"))
                 self._read = found if self._is_settled(found) else None
-        except (OSError, ValueError) as error:
-            if (more := self._unreadable.admit()) is not None:
+        except OSError as error:
+            if (more := self._folder_lines.admit()) is not None:
                 line = "cannot read the clients' keys in %s (%s): nobody new may come%s"
                 logger.warning(line, self._dir, error, more)
             return False
         return zmq.utils.z85.encode(key) in self._allowed
 
+    def _load_all(self, names: Iterable[str]) -> frozenset[bytes]:
+        """Return the keys in files. A file that holds no key, or half of one, is skipped and logged once."""
+        keys, unreadable = set(), {}
+        for name in names:
+            try:
+                key, _ = zmq.auth.load_certificate(self._dir / name)
+                if len(zmq.utils.z85.decode(key)) != _KEY_BYTES:
+                    raise ValueError(f"expected a key of 40 characters, got {len(key)}")
+                keys.add(key)
+            except FileNotFoundError:
+                continue  # removed since the folder was listed
+            except (OSError, ValueError, KeyError, struct.error) as error:
+                unreadable[name] = str(error)
+        for name in unreadable.keys() - self._unreadable.keys():
+            logger.warning(
+                "%s: skipped, and its client refused, until it holds a whole public key: %s",
+                self._dir / name,
+                unreadable[name],
+            )
+        self._unreadable = unreadable
+        return frozenset(keys)
+
     def _look(self) -> frozenset[tuple[str, int, int, int]]:
         """Return a fingerprint of the folder's content."""
-        stats = [(file.name, file.stat()) for file in self._dir.iterdir()]
+        stats = []
+        for file in self._dir.iterdir():
+            with suppress(FileNotFoundError):  # removed since the folder was listed
+                stats.append((file.name, file.stat()))
         return frozenset((name, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
 
     def _is_settled(self, found: frozenset[tuple[str, int, int, int]]) -> bool:

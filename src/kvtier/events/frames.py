@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["END_SEQ", "SNAPSHOT", "STATUS", "NumberedPayload", "read_live", "read_reply", "replay_request"]
+__all__ = [
+    "END_SEQ",
+    "SNAPSHOT",
+    "STATUS",
+    "NumberedPayload",
+    "read_live",
+    "read_reply",
+    "replay_request",
+    "reply_topic",
+]
 
 END_SEQ = (1 << 64) - 1
 """-1 as an unsigned number: ends a replay; sent live, it announces a restart."""
@@ -41,6 +50,11 @@ def read_reply(frames: Sequence[bytes]) -> NumberedPayload | None:
     if seq == END_SEQ and len(frames) == 4 and not frames[-1]:
         return NumberedPayload(seq, frames[1] if frames[1].startswith(b"error") else b"")
     return NumberedPayload(seq, frames[-1])
+
+
+def reply_topic(frames: Sequence[bytes], absent: bytes = b"") -> bytes:
+    """Return the topic of a reply; `absent` if the publisher sends none."""
+    return frames[1] if len(frames) == 4 else absent
 
 
 def replay_request(start: int) -> bytes:

@@ -220,7 +220,7 @@ class Subscriber(Generic[B]):
             if at != link.scheduled:
                 continue  # the link was let go, or has an earlier alarm
             link.scheduled = float("inf")
-            link.follower.tick(now)
+            link.tick(now)
             if link.send_request(now):
                 self._ready[link] = None
             self._collect(link)
@@ -228,7 +228,7 @@ class Subscriber(Generic[B]):
     def _collect(self, link: Link[B]) -> None:
         """Take a follower's updates, and schedule its next tick."""
         self._updates += link.follower.take_updates()
-        deadline = link.follower.deadline
+        deadline = link.deadline
         if deadline < link.scheduled:
             link.scheduled = deadline
             heapq.heappush(self._alarms, (deadline, next(self._ticket), link))

@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from kvtier.errors import InputError
+from kvtier.errors import InputError, OutsideError
 from kvtier.events.updates import State
 from kvtier.index.access import Access
 from kvtier.index.base import Hashes, Match, StorageTier
@@ -174,6 +174,8 @@ class Api:
             raise HttpError(409, str(error)) from None
         except InputError as error:
             raise HttpError(400, str(error)) from None
+        except OutsideError as error:
+            raise HttpError(503, str(error), {"Retry-After": "1"}) from None
         return result if isinstance(result, Response) else Response.json(result)
 
     # -- registrations -----------------------------------------------------------------------------

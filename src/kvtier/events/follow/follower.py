@@ -32,7 +32,7 @@ B = TypeVar("B", bound=Batch)
 _FAR = 10_000
 """A gap of more batches than this is closed with a snapshot."""
 _NOBODY = -1
-"""No epoch."""
+"""The epoch of a live stream that must be checked; `None` is that of stock publishers."""
 
 
 class Follower(Generic[B]):
@@ -59,7 +59,12 @@ class Follower(Generic[B]):
         self._pending = PendingBatches(limits.pending_batches, limits.pending_bytes)
         self._live_seq: int | None = None
         self._live_payload = b""
-        self._live_epoch = _NOBODY if can_ask else None  # the epoch that the live stream is known to have
+        self._unknown_epoch = _NOBODY if can_ask else None
+        self._live_epoch = self._unknown_epoch  # the epoch that the live stream is known to have,
+        self._known_upto: int | None = None  # up to this batch
+        self._is_contested = (
+            False  # marks named two epochs: a status request must show which is the later one
+        )
         self._status: tuple[int, Mark] | None = None  # the answer to a status request
         self._replay_hole: int | None = None  # the batch before the hole that the last replay left
         self._was_connected = False
@@ -119,7 +124,8 @@ class Follower(Generic[B]):
         """Take a message of the live stream."""
         self._now = self._heard_at = now
         if self._is_next(seq):
-            self._live_seq, self._live_payload = seq, payload
+            self._live_seq = self._known_upto = seq
+            self._live_payload = payload
             self._follow_closely(seq, payload)
             return
         if not self._was_connected:
@@ -150,7 +156,7 @@ class Follower(Generic[B]):
         else:
             self._take_replay(request, seq, payload)
         if self.counters.restarts != restarts:
-            self._forget_live()  # it came from the previous publisher
+            self._forget_live()  # it may have come from the previous publisher
         if request is not self.request:
             self._drain()
         self._settle()
@@ -171,7 +177,7 @@ class Follower(Generic[B]):
         else:
             self._end_replay(request)
         if self.counters.restarts != restarts:
-            self._forget_live()  # it came from the previous publisher
+            self._forget_live()  # it may have come from the previous publisher
         self._drain()
         self._settle()
 
@@ -257,6 +263,9 @@ class Follower(Generic[B]):
     def _apply_if_next(self, seq: int, payload: bytes) -> bool:
         """Apply a live batch if nothing before it is missing; say whether it is done with."""
         replica = self.replica
+        if self._known_upto not in (seq - 1, seq):
+            self._live_epoch = self._unknown_epoch  # a batch that is missing may have told of a restart
+        self._known_upto = seq
         if replica.seq is None:
             replica.begin_at(seq)
             replica.problem = f"joined at batch {seq}"
@@ -273,6 +282,10 @@ class Follower(Generic[B]):
         if batch is None:
             self._miss_or_lose(seq)
         elif self._is_of_replica(batch) or self._does_without():
+            if self._can_ask and batch.mark is None and self._live_epoch != replica.epoch:
+                replica.note_loss()  # it may be of another process
+            if seq == 0 and batch.mark is None and not batch.skipped and replica.kind is None:
+                replica.identify(Kind.STOCK)  # the first batch of one of ours has a mark
             self._apply(seq, batch, payload)
         else:
             self._verify(seq)
@@ -326,10 +339,12 @@ class Follower(Generic[B]):
             self._live_epoch = self.replica.epoch
         elif self.replica.has_marks:  # a replayed state has the same numbers, but not the same bytes
             batch = self.replica.read(payload)
-            if batch is not None and batch.mark is not None:
+            if batch is None or batch.mark is None:
+                self._live_epoch = self._unknown_epoch
+            else:
                 self._live_epoch = batch.mark.epoch
                 if self._live_epoch != self.replica.epoch:
-                    self._restart("the epoch changed")
+                    self._restart("the epoch changed", batch.mark.epoch)
         elif known is None:
             self.replica.doubt()
         else:
@@ -337,7 +352,12 @@ class Follower(Generic[B]):
 
     def _apply(self, seq: int, batch: B, payload: bytes, *, is_snapshot: bool = False) -> None:
         """Apply a batch, and do what follows from its mark."""
+        restarts = self.counters.restarts
         result = self.replica.apply(seq, batch, payload, self._now, is_snapshot=is_snapshot)
+        if self.counters.restarts != restarts:
+            self._is_contested = self._can_ask
+        if self._is_contested:
+            self.replica.doubt()
         if batch.skipped and self.replica.has_marks:
             self._note_mismatch()
         if result is not None:
@@ -350,7 +370,7 @@ class Follower(Generic[B]):
         elif result is MarkResult.DISPROVED:
             self._note_mismatch()
         elif result is MarkResult.REPLACED:
-            self._reset("the epoch changed")
+            self._reset("the epoch changed", self.replica.epoch)
 
     def _note_mismatch(self) -> None:
         if self._backoff.after_mismatch(self._now):
@@ -378,6 +398,7 @@ class Follower(Generic[B]):
                 self._restart("the epoch changed")
             replica.identify(Kind.KVTIER, mark.epoch)
             return
+        self._is_contested = False
         replica.trust()
         if newest < request.newest:  # it has not used these numbers: the live batches are not its own
             self.counters.bad_frames += 1
@@ -475,13 +496,16 @@ class Follower(Generic[B]):
     def _end_replay(self, request: StreamRequest) -> None:
         replica = self.replica
         grew = replica.end_building()
-        if replica.kind is None:
-            replica.identify(Kind.STOCK)
         if not request.replies and request.kind is RequestKind.HISTORY:
             replica.rebuild_from(0)
         elif not request.replies and request.proof is not None:
             self._restart(f"the publisher no longer has batch {request.start}")
             return
+        if replica.kind is None and replica.sums.is_open:
+            self._fail("an answer without a mark is incomplete, so the kind of the publisher is unknown")
+            return
+        if replica.kind is None:
+            replica.identify(Kind.STOCK)  # one of ours would have sent a mark
         if not replica.has_marks:
             replica.trust()
             if request.kind is RequestKind.HISTORY:
@@ -507,9 +531,13 @@ class Follower(Generic[B]):
         self._stop_asking()
         self._drain()  # batches from before; no mark in them covers the time since
         self.replica.doubt()
-        if not self._can_ask and not self.replica.has_marks:
+        self._live_epoch = self._unknown_epoch
+        if self.replica.has_marks or (self._can_ask and self.replica.kind is Kind.STOCK):
+            return  # a mark, or the bytes of its last batch, will show whether it is the same
+        self.replica.note_loss()
+        if not self._can_ask:
             self.replica.trust()
-            self.replica.note_loss()
+            self.replica.kind = None  # another publisher may have come
 
     def _stop_asking(self) -> None:
         """Drop the open request. A state that it was bringing stays incomplete."""
@@ -517,17 +545,20 @@ class Follower(Generic[B]):
             self.replica.note_loss()
         self.request = None
 
-    def _restart(self, problem: str) -> None:
-        """Note that another incarnation of the publisher is active."""
+    def _restart(self, problem: str, epoch: int | None = None) -> None:
+        """Note that another incarnation of the publisher is active, and its epoch if a mark named it."""
         self.counters.restarts += 1
-        self._reset(problem)
+        self._reset(problem, epoch)
 
-    def _reset(self, problem: str) -> None:
-        """Drop the replica, all knowledge of the publisher, and the open request."""
+    def _reset(self, problem: str, epoch: int | None = None) -> None:
+        """Drop the replica, all knowledge of the publisher but its new epoch, and the open request."""
         self.replica.problem = problem
         self.replica.forget_publisher()
+        if epoch is not None:
+            self.replica.identify(Kind.KVTIER, epoch)
         self.request = self._replay_hole = None
-        self._live_epoch = _NOBODY if self._can_ask else None
+        self._is_contested = False
+        self._live_epoch = self._unknown_epoch
         self._pending.clear()
         self._backoff.after_reset(self._now)
 

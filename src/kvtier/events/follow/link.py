@@ -6,6 +6,7 @@ follower wants. It never blocks. Any thread may make a link; then it belongs to 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,8 @@ from kvtier.errors import InputError, OutsideError
 from kvtier.events.curve import CurveClient
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.requests import StreamRequest
-from kvtier.events.frames import END_SEQ, read_live, read_reply
+from kvtier.events.frames import END_SEQ, read_live, read_reply, reply_topic
+from kvtier.events.publish.endpoints import expect_port
 from kvtier.events.wire import Batch
 
 __all__ = ["Link", "SocketOptions", "Source"]
@@ -33,6 +35,10 @@ _DOWN: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the publisher does not speak the same security protocol",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the publisher does not accept our key",
 }
+_REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+"""After these libzmq gives the connection up for good; a lost connection it makes anew by itself."""
+_REDIAL_AFTER = 2.0
+"""Seconds until a refused connection is tried again: the publisher may have got our key by then."""
 _WATCHED = _UP | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -96,9 +102,14 @@ class Link(Generic[B]):
         self._options = options
         self._sent: StreamRequest | None = None
         self._dealer: Socket | None = None
-        self._sub: Socket = context.socket(zmq.SUB)
-        self._monitor: Socket = self._sub.get_monitor_socket(_WATCHED)
+        self._redial_at = float("inf")
+        self._sub = self._socket(zmq.SUB)
+        self._monitor: Socket | None = None
         try:
+            try:
+                self._monitor = self._sub.get_monitor_socket(_WATCHED)
+            except zmq.ZMQError as error:
+                raise self._no_socket(error) from None
             self._sub.subscribe(source.topic)
             self._open(self._sub, source.endpoint, bind="*" in source.endpoint)
             if source.replay_endpoint is not None:  # better to fail now than when it is needed
@@ -109,6 +120,22 @@ class Link(Generic[B]):
             raise
         if source.endpoint.startswith("inproc://"):
             follower.connected(now)  # no monitor reports it
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` must be called, if nothing else happens before."""
+        return min(self.follower.deadline, self._redial_at)
+
+    def tick(self, now: float) -> None:
+        """Handle the passing of time."""
+        if now >= self._redial_at:
+            self._redial_at = float("inf")
+            with contextlib.suppress(zmq.ZMQError):  # libzmq may have forgotten the refused connection
+                self._sub.disconnect(self.source.endpoint)
+            with contextlib.suppress(zmq.ZMQError):
+                self._sub.connect(self.source.endpoint)
+        if now >= self.follower.deadline:
+            self.follower.tick(now)
 
     @property
     def sockets(self) -> list[Socket]:
@@ -146,8 +173,9 @@ class Link(Generic[B]):
     def close(self) -> None:
         """Close every socket."""
         self._hang_up()
-        self._sub.disable_monitor()
-        for sock in (self._sub, self._monitor):
+        if self._monitor is not None:
+            self._sub.disable_monitor()
+        for sock in self.sockets:
             self.unwatch(sock)
             sock.close(linger=0)
 
@@ -178,6 +206,8 @@ class Link(Generic[B]):
         message = read_reply(frames)
         if message is None:
             self.follower.bad_frame()
+        elif message.seq != END_SEQ and not self._is_wanted(frames):
+            pass  # the live stream leaves such batches out, too
         elif message.seq == END_SEQ:
             self._sent = None  # the answer is complete, so the connection can be reused
             text = message.payload.decode(errors="replace")[:200]
@@ -185,7 +215,12 @@ class Link(Generic[B]):
         else:
             self.follower.reply(sent, message.seq, message.payload, now)
 
+    def _is_wanted(self, frames: list[bytes]) -> bool:
+        topic = self.source.topic.encode()
+        return reply_topic(frames, absent=topic).startswith(topic)
+
     def _watch_connection(self, now: float) -> None:
+        assert self._monitor is not None
         while reports := _receive(self._monitor, 64):
             for frames in reports:
                 event = parse_monitor_message(frames)["event"]
@@ -193,10 +228,11 @@ class Link(Generic[B]):
                     self.follower.connected(now)
                 elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else reported already
                     self.follower.disconnected(now, _DOWN[event])
+                if event in _REFUSED and "*" not in self.source.endpoint:
+                    self._redial_at = now + _REDIAL_AFTER
 
     def _dial(self, endpoint: str) -> Socket:
-        dealer: Socket = self._context.socket(zmq.DEALER)
-        self._dealer = dealer
+        self._dealer = dealer = self._socket(zmq.DEALER)
         self.watch(dealer)
         self._open(dealer, endpoint, bind=False)
         return dealer
@@ -207,7 +243,21 @@ class Link(Generic[B]):
             self._dealer.close(linger=0)
         self._dealer = self._sent = None
 
+    def _socket(self, kind: int) -> Socket:
+        try:
+            sock: Socket = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise self._no_socket(error) from None
+        return sock
+
+    def _no_socket(self, error: zmq.ZMQError) -> OutsideError:
+        return OutsideError(
+            f"source {self.source.name}: cannot open a socket: {error.strerror}; "
+            "expected room for three more: raise the limit of open files (ulimit -n)"
+        )
+
     def _open(self, sock: Socket, endpoint: str, *, bind: bool) -> None:
+        expect_port(endpoint)
         self._options.apply(sock, self.source.curve)
         try:
             sock.bind(endpoint) if bind else sock.connect(endpoint)

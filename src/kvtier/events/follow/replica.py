@@ -8,7 +8,9 @@ but only if nothing was lost: losses can cancel in the sums and still leave wron
 removal and a store that arrive, a lost removal). After a loss the replica needs a snapshot, or a clear of
 every rank heard of before the loss and then a mark; see `RankSums`. Other publishers send no marks: their
 batches are counted from number 0 or from a clear, and the bytes of the last batch show whether the same
-publisher answers.
+publisher answers. A publisher counts as one of these only once that is proven: by its answer to a status
+request, or by a number 0 without a mark, because the first batch of each of our processes has one. Until
+then a clear proves nothing about ranks that were never heard of.
 
 A replica sends no requests and has no clock; `kvtier.events.follow.follower` does both. Not for several
 threads at once.
@@ -111,14 +113,14 @@ class RankSums:
         self._fresh.clear()
         return True
 
-    def are_whole(self, *, has_marks: bool) -> bool:
+    def are_whole(self, *, is_stock: bool) -> bool:
         """Say whether nothing can be missing.
 
-        A publisher without marks has only the ranks that it has named.
+        A publisher that is known to be a stock one has only the ranks that it has named.
         """
         if not self.is_open:
             return True
-        return not has_marks and bool(self._ranks) and not (self._torn or self._fresh or self._is_crowded)
+        return is_stock and bool(self._ranks) and not (self._torn or self._fresh or self._is_crowded)
 
     def check(self) -> None:
         """Raise `IntegrityError` if proven sums have open ranks, or a rank is unknown."""
@@ -166,7 +168,7 @@ class Replica(Generic[B]):
     @property
     def is_whole(self) -> bool:
         """Whether the consumer has everything that the publisher held at `seq`."""
-        return self.seq is not None and self.sums.are_whole(has_marks=self.has_marks)
+        return self.seq is not None and self.sums.are_whole(is_stock=self.kind is Kind.STOCK)
 
     @property
     def is_exact(self) -> bool:

@@ -7,7 +7,7 @@ of a wrong type is left out. Any thread may call `Drafter.draft`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -21,6 +21,9 @@ __all__ = ["UNENCODABLE", "Draft", "Drafter"]
 
 UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 """The exceptions of a batch that cannot be encoded."""
+
+_MOST_BLOCKS, _MOST_TOKENS = 4096, 65_536
+"""Bounds of one event. Encoding or decoding an event holds the interpreter, so larger ones are cut."""
 
 Draft = tuple[str, Any, bytes]
 """An event to publish: the name of its kind, the event, its bytes."""
@@ -62,7 +65,7 @@ class Drafter:
     def __init__(self, config: KVEventsConfig, encoder: EventEncoder) -> None:
         self._as_u64 = config.hash_format == "u64"
         self._not_as_text = None if self._as_u64 else (bytes,)  # else `msgspec` takes base64 text for bytes
-        self._most_blocks = config.max_blocks_per_event
+        self._most_blocks = min(config.max_blocks_per_event or _MOST_BLOCKS, _MOST_BLOCKS)
         self._encoder = encoder
         self._is_map = encoder.encoding is Encoding.MAP
         self._encode = msgspec.msgpack.Encoder().encode if self._is_map else encoder.event
@@ -72,8 +75,7 @@ class Drafter:
 
         Raises one of `UNENCODABLE` if the whole batch cannot be encoded.
         """
-        if self._most_blocks is not None:
-            events = [part for event in events for part in _cut_event(event, self._most_blocks)]
+        events = (part for event in events for part in _cut_event(event, self._most_blocks))
         drafts: list[Draft] = []
         problems: list[str] = []
         for kind, event in _join_removals(events):
@@ -137,9 +139,9 @@ def _with_u64(kind: str, event: Any) -> Any:
 
 
 def _join_removals(events: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return the events with the names of their kinds; join each run of removals from one place.
+    """Return the events with the names of their kinds; join runs of removals from one place.
 
-    Engines send removals block by block.
+    Engines send removals block by block. A joined removal is no larger than a cut one.
     """
     joined: list[tuple[str, Any]] = []
     last: BlockRemoved | None = None  # if the last event is a removal
@@ -149,6 +151,7 @@ def _join_removals(events: Iterable[Any]) -> list[tuple[str, Any]]:
             last = None
         elif (
             last is not None
+            and len(last.block_hashes) + len(event.block_hashes) <= _MOST_BLOCKS
             and event.medium is last.medium  # identity is fast, and a run cut in two does no harm
             and event.group_idx is last.group_idx
             and event.locality is last.locality
@@ -163,8 +166,21 @@ def _join_removals(events: Iterable[Any]) -> list[tuple[str, Any]]:
     return joined
 
 
-def _cut_event(event: Any, most: int) -> Iterable[Any]:
-    """Cut a stored event into parts of at most `most` blocks; return other events whole."""
-    if type(event).__name__ != "BlockStored" or len(event.block_hashes) <= most:
-        return (event,)
-    return [blocks_of(event, start, start + most) for start in range(0, len(event.block_hashes), most)]
+def _cut_event(event: Any, most: int) -> Iterator[Any]:
+    """Yield an event in parts of at most `most` blocks, and of a bounded number of tokens."""
+    kind = type(event).__name__
+    if kind == "BlockStored":
+        if type(event.block_size) is int and event.block_size > 0:
+            most = max(1, min(most, _MOST_TOKENS // event.block_size))
+        cut: Callable[[Any, int, int], Any] = blocks_of
+    elif kind == "BlockRemoved":
+        most, cut = _MOST_BLOCKS, _removals_of
+    if kind not in _READABLE or type(event.block_hashes) is not list or len(event.block_hashes) <= most:
+        yield event
+        return
+    for start in range(0, len(event.block_hashes), most):
+        yield cut(event, start, start + most)
+
+
+def _removals_of(event: Any, start: int, stop: int) -> Any:
+    return replace(event, block_hashes=event.block_hashes[start:stop])

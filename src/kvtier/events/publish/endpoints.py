@@ -14,9 +14,10 @@ import zmq
 
 from kvtier.errors import InputError, OutsideError
 
-__all__ = ["attach", "check_ports", "client_endpoint", "is_bound", "offset_endpoint"]
+__all__ = ["attach", "check_ports", "client_endpoint", "expect_port", "is_bound", "offset_endpoint"]
 
 _TCP = re.compile(r"(tcp://.*):(\d+)")
+_LAST_PORT = 65535
 
 
 def offset_endpoint(endpoint: str | None, rank: int) -> str | None:
@@ -27,9 +28,9 @@ def offset_endpoint(endpoint: str | None, rank: int) -> str | None:
         base, port = _split_tcp(endpoint)
         if port == 0 or rank == 0:
             return endpoint
-        if port + rank > 65535:
+        if port + rank > _LAST_PORT:
             raise InputError(
-                f"{endpoint}: rank {rank} would have port {port + rank}; expected at most 65535"
+                f"{endpoint}: rank {rank} would have port {port + rank}; expected at most {_LAST_PORT}"
             )
         return f"{base}:{port + rank}"
     if "inproc" in endpoint or "ipc" in endpoint:
@@ -40,10 +41,18 @@ def offset_endpoint(endpoint: str | None, rank: int) -> str | None:
     )
 
 
+def expect_port(endpoint: str) -> None:
+    """Refuse a port that libzmq would silently reduce modulo 65,536."""
+    match = _TCP.fullmatch(endpoint)
+    if match is not None and (len(match[2]) > 9 or int(match[2]) > _LAST_PORT):
+        raise InputError(f"{endpoint!r}: expected a port from 0 to {_LAST_PORT}, got {match[2][:20]}")
+
+
 def _split_tcp(endpoint: str) -> tuple[str, int]:
     match = _TCP.fullmatch(endpoint)
     if match is None:
         raise InputError(f"{endpoint!r} has no port: expected one at its end, like tcp://*:5557")
+    expect_port(endpoint)
     return match[1], int(match[2])
 
 

@@ -13,13 +13,16 @@ the bytes queued for all clients. One thread owns a server.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 import zmq
@@ -58,8 +61,9 @@ _read_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None
 class _Session:
     """One client and its requests."""
 
-    def __init__(self, identity: bytes, now: float) -> None:
+    def __init__(self, identity: bytes, now: float, connection: int | None) -> None:
         self.identity = identity
+        self.connection = connection  # the descriptor of its socket; libzmq owns it
         self.waiting: deque[Iterator[list[bytes] | None]] = deque()
         self.pending: list[bytes] | None = None
         self.sizes: deque[int] = deque(maxlen=CLIENT_QUEUE)  # of the last messages, which may all be unread
@@ -122,10 +126,13 @@ class ReplayServer:
     def queued_bytes(self) -> int:
         """Return the most bytes that clients may have left unread.
 
-        TCP drops a client that has not read for long.
+        A client that was served and has nothing under way has read everything. TCP drops a client that has
+        not read for long.
         """
-        for session in [one for one in self._served.values() if self._clock() - one.read_at > STALLED_AFTER]:
-            del self._served[session.identity]
+        now = self._clock()
+        for session in list(self._served.values()):
+            if now - session.read_at > STALLED_AFTER or _has_sent_all(session.connection):
+                self._served.pop(session.identity, None)
         return sum(session.queued for session in (*self._sessions.values(), *self._served.values()))
 
     def check(self) -> None:
@@ -164,7 +171,8 @@ class ReplayServer:
         elif session is not None and len(session.waiting) > MAX_WAITING:
             self.counters["refused"] += 1  # a flood: enough answers are on their way
         else:
-            session = session or self._served.pop(identity, None) or _Session(identity, self._clock())
+            session = session or self._served.pop(identity, None)
+            session = session or _Session(identity, self._clock(), _connection_of(frames[-1]))
             session.read_at = self._clock()
             self._sessions[identity] = session
             session.waiting.append(self._answer(frames))
@@ -233,9 +241,12 @@ class ReplayServer:
             yield None if batch is None else (snapshot.as_of + 1, _frame(batch))
 
     def _status(self) -> Iterator[_Message | None]:
-        """Yield the mark under the newest number; before the first batch there is none."""
+        """Yield the mark under the newest number that was used, if only by an earlier process.
+
+        Before number 0 there is none.
+        """
         sender = self._sender
-        if sender.next_seq > sender.first_seq:
+        if sender.next_seq > 0:
             yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
     def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:
@@ -367,6 +378,29 @@ def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> It
             yield None
     if waiting is not None:
         yield waiting
+
+
+def _connection_of(frame: zmq.Frame) -> int | None:
+    """Return the descriptor of the socket through which a message came; `None` if it is not known."""
+    try:
+        connection: Any = frame.get(zmq.SRCFD)
+    except (zmq.ZMQError, KeyError, ValueError):
+        return None
+    return int(connection) if connection >= 0 else None
+
+
+def _has_sent_all(connection: int | None) -> bool:
+    """Return whether the system has nothing left to send on a connection, or the connection is gone.
+
+    libzmq hands over what it has queued as soon as the system takes it. So if the system has nothing,
+    neither has libzmq.
+    """
+    if connection is None:
+        return False
+    try:
+        return not any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    except OSError:
+        return True
 
 
 def _is_req(frame: zmq.Frame) -> bool:

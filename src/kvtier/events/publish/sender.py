@@ -29,13 +29,14 @@ from kvtier.events.types import AllBlocksCleared, Mark
 from kvtier.events.wire import U64, EventEncoder, batch_ends
 from kvtier.log_limit import LogLimit
 
-__all__ = ["Sender"]
+__all__ = ["Backlog", "Sender"]
 
 logger = logging.getLogger(__name__)
 
 _SHARED_FOR = 0.25  # seconds in which new clients share a snapshot
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
+_LARGEST_BYTES = 256 << 10  # of a message, but for its last event: who reads it holds the interpreter, too
 _BLOCKS_A_NUMBER = 64
 _FREED_AT_ONCE = 16
 _MORE = int(zmq.SNDMORE)
@@ -67,9 +68,10 @@ class Sender:
         self._batches = self._bytes = 0
         self._batch_rank = rank
         self._ts = 0.0
+        self._backlog = Backlog(pub, config.hwm, config.buffer_bytes)
         self._interval = config.heartbeat_interval
-        self._mark_due = False
-        self._spoke_at = self._marked_at = time.monotonic()
+        self._mark_due = True  # the first message has one: it tells that another process speaks
+        self._spoke_at, self._marked_at = time.monotonic(), -math.inf
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
         self._used: list[Snapshot] = []  # snapshots that serve no new clients
@@ -110,7 +112,7 @@ class Sender:
             if rank != self._batch_rank:
                 self.flush()
                 self._batch_rank = rank
-            if self._take_in(drafts) or not batch.events:
+            if self._take_in(drafts, ts) or not batch.events:
                 self._batches += 1
                 self._ts = ts
             else:
@@ -118,12 +120,19 @@ class Sender:
         if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
             self.flush()
 
-    def _take_in(self, drafts: list[Draft]) -> bool:
-        """Apply a batch to the state and put its new events into `_events`; return whether there are any."""
+    def _take_in(self, drafts: list[Draft], ts: float) -> bool:
+        """Apply a batch to the state and put its new events into `_events`; return whether there are any.
+
+        A batch that is too large for one message leaves in several.
+        """
         out, rank = self._events, self._batch_rank
         state = self._state(rank)
         before = len(out)
         for kind, event, data in drafts:
+            if self._bytes >= _LARGEST_BYTES and len(out) > before:
+                self._batches, self._ts = self._batches + 1, ts
+                self.flush()
+                out, before = self._events, 0
             self._bytes += len(data)
             if kind == "BlockStored":
                 state.store(event, data, out)
@@ -211,7 +220,9 @@ class Sender:
         send = self._pub.send
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
-        send(b"".join(parts))
+        payload = b"".join(parts)
+        self._backlog.note(len(payload))
+        send(payload)
         self.counters["sent"] += 1
         self.counters["events"] += len(events)
 
@@ -317,6 +328,34 @@ class Sender:
         for snapshot in (*self._used, *([self._snapshot] if self._snapshot else ())):
             snapshot.check()
         self.ring.check()
+
+
+class Backlog:
+    """Bounds the bytes that wait for a subscriber that does not read.
+
+    ZeroMQ bounds messages only. So its bound is the number of messages of the largest recent size that fit
+    into the bytes. Messages that have waited for longer may take the same number of bytes once more.
+    """
+
+    def __init__(self, pub: zmq.Socket[bytes], most_messages: int, most_bytes: int) -> None:
+        """Bound the queues of `pub`; a `most_messages` of 0 leaves them without any bound."""
+        self.limit = most_messages
+        self._pub, self._most_messages, self._most_bytes = pub, most_messages, most_bytes
+        # The largest of the messages since `_count` was 0, and of the `most_messages` ones before them.
+        self._largest = self._largest_before = self._count = 0
+
+    def note(self, size: int) -> None:
+        """Count a message that is about to be sent."""
+        self._count += 1
+        if self._count > self._most_messages:
+            self._largest_before, self._largest, self._count = self._largest, 0, 1
+        elif size <= self._largest:
+            return
+        self._largest = max(self._largest, size)
+        fitting = max(1, self._most_bytes // max(self._largest, self._largest_before, 1))
+        limit = min(self._most_messages, fitting)
+        if limit != self.limit:
+            self.limit = self._pub.sndhwm = limit
 
 
 def _checked_rank(rank: Any) -> int:
