@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -100,7 +101,9 @@ def vllm_engine(layers: int, dtype: str, window: int | None, block: int, **optio
         "kv_connector_module_path": "kvtier.integrations.vllm",
         "kv_connector_extra_config": extra,
     }
-    with tempfile.TemporaryDirectory() as folder:
+    # Else a worker would notice that the weights change.
+    unwatched = patch("kvtier.integrations.vllm.connector.watchable", lambda config: None)
+    with tempfile.TemporaryDirectory() as folder, unwatched:
         save_model(Path(folder), **shape)
         engine = VllmEngine(
             Path(folder),
@@ -123,7 +126,8 @@ def vllm_engine(layers: int, dtype: str, window: int | None, block: int, **optio
         def weights() -> Iterator[torch.Tensor]:
             core: Any = engine._engine.engine_core.engine_core
             model = core.model_executor.driver_worker.worker.model_runner.model
-            return (weight for weight in model.model.layers.parameters() if weight.dim() == 2)
+            weights = list(model.model.layers.parameters())  # on a CPU vLLM has other forms of matrices
+            return iter([weight for weight in weights if weight.dim() == 2] or weights)
 
         try:
             yield Host(answer, engine.forget, weights, engine.kvtier)
@@ -148,14 +152,20 @@ def change_matrix(host: Host) -> None:
     weights = list(host.weights())
     chosen = weights[len(weights) * 3 // 4]
     with torch.no_grad():
-        chosen.copy_(torch.randn_like(chosen) * chosen.float().std())
+        chosen.copy_(_random(chosen))
 
 
 def add_noise(host: Host) -> None:
     """Add 3 % of noise to all matrices."""
     with torch.no_grad():
         for weight in host.weights():
-            weight.add_(torch.randn_like(weight) * weight.float().std() * 0.03)
+            weight.copy_(weight.float() + 0.03 * _random(weight))
+
+
+def _random(like: torch.Tensor) -> torch.Tensor:
+    """Return random values of the same size as a weight's, in float32."""
+    values = like.float()
+    return torch.randn_like(values) * values.std()
 
 
 def measure(host: Host, chunks: int, seed: int) -> dict[str, Any]:

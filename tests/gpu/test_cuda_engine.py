@@ -40,7 +40,12 @@ def prompts(count: int) -> list[list[int]]:
 def test_the_tier_gives_the_same_tokens(kv_layout: str, blocks_per_chunk: int) -> None:
     """More prompts than the cache has room for, twice: the second time most of them come from the tier."""
     kvtier = KVTierConfig.from_dict(
-        {"cpu": {"capacity": "64MiB"}, "blocks_per_chunk": blocks_per_chunk, "load_if_faster": False}
+        {
+            "cpu": {"capacity": "64MiB"},
+            "blocks_per_chunk": blocks_per_chunk,
+            "load_if_faster": False,
+            "audit": 0,
+        }
     )
     params = SamplingParams(max_tokens=8)
     plain, tiered = make_engine(None, kv_layout=kv_layout), make_engine(kvtier, kv_layout=kv_layout)

@@ -146,11 +146,7 @@ def test_a_store_does_not_read_what_a_sibling_loads(
         engine.generate([loaded])
         engine.forget()
         ours.reset_cache()
-        (store,) = (
-            handler
-            for handler in engine.worker._connectors[0]._connector.connector_worker._handlers.values()
-            if handler.transfer_type[0] == "GPU"
-        )
+        store = engine.worker._connectors[0]._connector.connector_worker._handlers["GPU", "CPU"].stores
         store.probe = partial(_wait, is_loaded, store)
         # Four blocks, the other three, and again the four of the first.
         for request_id, prompt in {"ended": ended, "later": later, "loaded": loaded}.items():

@@ -58,7 +58,7 @@ def test_a_cache_of_two_blocks(llama: Path, reference: Reference) -> None:
     with vllm_engine(llama, {}, num_blocks=2, max_model_len=BLOCK, max_num_batched_tokens=BLOCK) as engine:
         assert tokens_of(engine.generate([prompt], 8)) == expected
         worker = engine.worker._connector.connector_worker
-        assert len(worker._handlers) == 2
+        assert worker._handlers.keys() >= {("GPU", "CPU"), ("CPU", "GPU")}
 
 
 JUNK: list[Any] = [

@@ -147,8 +147,10 @@ def test_without_a_replay_endpoint_nothing_is_claimed_that_was_not_seen(
     assert consumer.status.state is State.DEGRADED
     assert "joined at batch" in consumer.status.reason
     engine.publish([AllBlocksCleared()])
-    serve_until(engine, [consumer], lambda: consumer.says_exact_of(engine))
-    assert consumer.replica.blocks == engine.truth.blocks
+    engine.store(1)
+    serve_until(engine, [consumer], lambda: consumer.replica.blocks == engine.truth.blocks)
+    # The replica is right, but a publisher that sends marks could speak for other ranks too.
+    assert consumer.status.state is State.DEGRADED
 
 
 def test_the_bytes_are_read_whole(start: Start, follow: Follow) -> None:

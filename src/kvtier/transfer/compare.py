@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from math import gcd, sqrt
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -174,7 +174,9 @@ class AuditingHandler(OffloadingHandler):
     """
 
     def __init__(self, stores: OffloadingHandler, comparer: RowComparer, config: OffloadingConfig) -> None:
-        self._stores, self._comparer = stores, comparer
+        self.stores = stores
+        """The handler that copies, for stores and for audits."""
+        self._comparer = comparer
         self._tolerance, self._per_chunk = config.audit_tolerance, config.settings.blocks_per_chunk
         self._copying: dict[int, tuple[GPULoadStoreSpec, AuditLoadStoreSpec]] = {}
         self._num_comparing = 0
@@ -185,16 +187,16 @@ class AuditingHandler(OffloadingHandler):
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         source, target = spec
         if not isinstance(target, AuditLoadStoreSpec) or not isinstance(source, GPULoadStoreSpec):
-            return self._stores.transfer_async(job_id, spec)
+            return self.stores.transfer_async(job_id, spec)
         if len(self._copying) + self._num_comparing >= _MAX_AUDITS:
             return False
-        is_taken = self._stores.transfer_async(job_id, (source, CPULoadStoreSpec(target.block_ids)))
+        is_taken = self.stores.transfer_async(job_id, (source, CPULoadStoreSpec(target.block_ids)))
         if is_taken:
             self._copying[job_id] = source, target
         return is_taken
 
     def get_finished(self) -> list[TransferResult]:
-        results = self._stores.get_finished()
+        results = self.stores.get_finished()
         if self._copying:
             results = [result for result in results if not self._begin_comparing(result)]
         while self._compared:
@@ -243,17 +245,13 @@ class AuditingHandler(OffloadingHandler):
         )
 
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        return self._stores.wait(job_ids, timeout)
+        return self.stores.wait(job_ids, timeout)
 
     def cancel(self, job_ids: set[int]) -> None:
-        self._stores.cancel(job_ids)
+        self.stores.cancel(job_ids)
 
     def shutdown(self) -> None:
-        self._stores.shutdown()
+        self.stores.shutdown()
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_JOIN_SECONDS)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the handler of stores."""
-        return getattr(self._stores, name)

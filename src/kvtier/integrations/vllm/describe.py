@@ -311,5 +311,5 @@ def summarize(config: OffloadingConfig) -> str:
         f"{config.num_slots:,} chunks"
         f" of {chunk} tokens ({format_size(config.row_bytes)} each); policy {settings.cpu.policy},"
         f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s),"
-        f" namespace {'being computed' if namespace is None else namespace[:12]}, {_describe_audits(config)}"
+        f" {_describe_audits(config)}, namespace {'being computed' if namespace is None else namespace[:12]}"
     )
