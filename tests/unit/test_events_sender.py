@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from typing import Any
 
 import pytest
 
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publish.outbox import Overflow
-from kvtier.events.publish.sender import Backlog, Sender
+from kvtier.events.publish.sender import Sender
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvtier.events.wire import decode_batch, to_u64
 
@@ -150,36 +149,3 @@ def test_what_consumers_cannot_read_is_refused(what: str, hash_format: str) -> N
         sender.send(EventBatch(1.0, [WRONG_TYPES[what]], 0))
     assert sender.counters["unencodable"] == 1
     assert (sender.blocks, wire.replica()) == (0, set())
-
-
-class Pub:
-    """Takes the option of a PUB socket."""
-
-    def __init__(self) -> None:
-        self.sndhwm = 0
-
-
-def test_the_backlog_of_a_subscriber_is_bounded_in_bytes() -> None:
-    """However sizes vary, and whenever a subscriber stops to read."""
-    rng = random.Random(3)
-    pub: Any = Pub()
-    backlog = Backlog(pub, 1000, 100_000)
-    queues = [[0, 0] for _ in range(40)]  # messages and bytes of subscribers that stop at different times
-    for n in range(12_000):
-        size = rng.choice((10, 10, 10, 5_000)) if (n // 1500) % 2 else rng.choice((10, 20))
-        backlog.note(size)
-        for start, queue in enumerate(queues):
-            if n >= start * 300 and queue[0] < backlog.limit:
-                queue[0] += 1
-                queue[1] += size
-        assert pub.sndhwm in (0, backlog.limit)
-    assert max(size for _, size in queues) <= 2 * 100_000
-    assert max(count for count, _ in queues) == 1000
-
-
-def test_a_backlog_without_a_bound_stays_so() -> None:
-    pub: Any = Pub()
-    backlog = Backlog(pub, 0, 10)
-    for _ in range(3):
-        backlog.note(1 << 20)
-    assert pub.sndhwm == 0

@@ -22,7 +22,7 @@ __all__ = ["UNENCODABLE", "Draft", "Drafter"]
 UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 """The exceptions of a batch that cannot be encoded."""
 
-_MOST_BLOCKS, _MOST_TOKENS = 4096, 65_536
+_MOST_BLOCKS, _MOST_TOKENS = 1024, 16_384
 """Bounds of one event. Encoding or decoding an event holds the interpreter, so larger ones are cut."""
 
 Draft = tuple[str, Any, bytes]

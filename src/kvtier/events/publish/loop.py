@@ -39,6 +39,8 @@ _LOOK = 0.05  # seconds between two checks whether the thread is alive
 _LINGER = 250  # milliseconds for subscribers to take the last messages
 _AFTER_ERROR = 0.01  # seconds, so that a permanent fault does not flood the log
 _MAX_REQUEST = 64 << 10
+_LARGE_MESSAGE = 128 << 10  # bytes; hardly any is larger, as large events and batches are cut
+_LEAST_WAITING = 64
 _WORK = 100e-6  # seconds of a turn for snapshots; replays have as much
 _REST = 50e-6  # seconds; in a shorter rest, a thread that waits for the interpreter does not wake in time
 
@@ -221,7 +223,7 @@ class PublisherLoop:
         if config.curve is not None and config.curve.clients_dir is not None:
             self.gate = Gate(self._context, config.curve.clients_dir)
         pub = self._socket(zmq.PUB)
-        pub.set_hwm(config.hwm)
+        pub.set_hwm(_most_waiting(config))
         self.endpoint = attach(
             pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind
         )
@@ -273,6 +275,15 @@ class PublisherLoop:
 
 
 _loops: weakref.WeakSet[PublisherLoop] = weakref.WeakSet()
+
+
+def _most_waiting(config: KVEventsConfig) -> int:
+    """Return how many messages may wait for a subscriber, so that they take about `buffer_bytes` at most.
+
+    ZeroMQ does not bound bytes, and the number must not be lowered later: a subscriber's connection tells
+    what it has taken only after half of the number that it began with, so it would stop for ever.
+    """
+    return min(config.hwm, max(_LEAST_WAITING, config.buffer_bytes // _LARGE_MESSAGE))
 
 
 def _forget_in_child() -> None:

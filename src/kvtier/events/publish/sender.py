@@ -29,14 +29,14 @@ from kvtier.events.types import AllBlocksCleared, Mark
 from kvtier.events.wire import U64, EventEncoder, batch_ends
 from kvtier.log_limit import LogLimit
 
-__all__ = ["Backlog", "Sender"]
+__all__ = ["Sender"]
 
 logger = logging.getLogger(__name__)
 
 _SHARED_FOR = 0.25  # seconds in which new clients share a snapshot
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
-_LARGEST_BYTES = 256 << 10  # of a message, but for its last event: who reads it holds the interpreter, too
+_LARGEST_BYTES = 64 << 10  # of a message, but for its last event: who reads it holds the interpreter, too
 _BLOCKS_A_NUMBER = 64
 _FREED_AT_ONCE = 16
 _MORE = int(zmq.SNDMORE)
@@ -68,7 +68,6 @@ class Sender:
         self._batches = self._bytes = 0
         self._batch_rank = rank
         self._ts = 0.0
-        self._backlog = Backlog(pub, config.hwm, config.buffer_bytes)
         self._interval = config.heartbeat_interval
         self._mark_due = True  # the first message has one: it tells that another process speaks
         self._spoke_at, self._marked_at = time.monotonic(), -math.inf
@@ -221,7 +220,6 @@ class Sender:
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
         payload = b"".join(parts)
-        self._backlog.note(len(payload))
         send(payload)
         self.counters["sent"] += 1
         self.counters["events"] += len(events)
@@ -328,34 +326,6 @@ class Sender:
         for snapshot in (*self._used, *([self._snapshot] if self._snapshot else ())):
             snapshot.check()
         self.ring.check()
-
-
-class Backlog:
-    """Bounds the bytes that wait for a subscriber that does not read.
-
-    ZeroMQ bounds messages only. So its bound is the number of messages of the largest recent size that fit
-    into the bytes. Messages that have waited for longer may take the same number of bytes once more.
-    """
-
-    def __init__(self, pub: zmq.Socket[bytes], most_messages: int, most_bytes: int) -> None:
-        """Bound the queues of `pub`; a `most_messages` of 0 leaves them without any bound."""
-        self.limit = most_messages
-        self._pub, self._most_messages, self._most_bytes = pub, most_messages, most_bytes
-        # The largest of the messages since `_count` was 0, and of the `most_messages` ones before them.
-        self._largest = self._largest_before = self._count = 0
-
-    def note(self, size: int) -> None:
-        """Count a message that is about to be sent."""
-        self._count += 1
-        if self._count > self._most_messages:
-            self._largest_before, self._largest, self._count = self._largest, 0, 1
-        elif size <= self._largest:
-            return
-        self._largest = max(self._largest, size)
-        fitting = max(1, self._most_bytes // max(self._largest, self._largest_before, 1))
-        limit = min(self._most_messages, fitting)
-        if limit != self.limit:
-            self.limit = self._pub.sndhwm = limit
 
 
 def _checked_rank(rank: Any) -> int:
