@@ -339,8 +339,12 @@ class OffloadingConfig:
 
     @property
     def audits(self) -> bool:
-        """Whether rows are audited."""
-        return self.settings.audit > 0 and self.audit_tolerance > 0
+        """Whether rows are audited.
+
+        With a lookahead, the KV of a chunk's last token depends on the token after the chunk, which may be
+        another in each request.
+        """
+        return self.settings.audit > 0 and self.audit_tolerance > 0 and not self.lookahead
 
     @property
     def storing_ranks(self) -> range:

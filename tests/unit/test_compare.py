@@ -97,19 +97,18 @@ def test_images_of_any_length_can_be_compared() -> None:
 
 
 def test_tolerance_grows_with_layers_and_coarser_formats() -> None:
-    def bound(stored: str, layers: int = 32) -> float:
-        allowed = tolerance(stored, "bfloat16", layers)
+    def bound(stored: str, layers: int = 32, computed: str = "float16", *, quantized: bool = False) -> float:
+        allowed = tolerance(stored, computed, layers, is_quantized=quantized)
         assert allowed is not None
         return allowed
 
-    assert (
-        bound("bfloat16", 2) < bound("bfloat16", 32) < bound("bfloat16", 126) < 0.4
-    )  # less than another matrix in a layer of a real model
-    assert bound("bfloat16", 2) < bound("float8_e4m3fn", 2)
-    quantized = tolerance("bfloat16", "bfloat16", 2, is_quantized=True)
-    assert quantized is not None
-    assert bound("bfloat16", 2) < quantized < 0.2
-    assert bound("float8_e5m2", 126) < 0.4
+    assert bound("float16", 2) < bound("float16", 32) < bound("float16", 126)
+    assert bound("float16") < bound("bfloat16", computed="bfloat16")
+    assert bound("float16", 2) < bound("float8_e4m3fn", 2) < bound("float8_e5m2", 2)
+    assert bound("float16", 2) < bound("float16", 2, quantized=True)
+    assert bound("float8_e5m2", 126, "bfloat16", quantized=True) < 0.35, (
+        "another matrix in a layer is farther"
+    )
     assert tolerance("nvfp4", "bfloat16", 32) is None
 
 

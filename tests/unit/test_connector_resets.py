@@ -269,3 +269,31 @@ def test_kept_blocks_are_forgotten_once_the_engine_has_cleared_its_cache() -> No
     host.scheduler.forget_stale_blocks()
     assert stale_blocks(host) == 0
     assert run_after_hit(host, "a", [1, 2], [3, 4, 5, 6, 7])
+
+
+def test_a_block_that_is_stored_again_in_another_chunk_stays_after_a_reset_in_slices() -> None:
+    """The late removal of the cleared chunk took the block away that the two chunks share."""
+    host = make_host(num_slots=6000, capacity=1 << 24, blocks_per_chunk=2)
+    held: set[object] = set()
+
+    def listen() -> None:
+        for event in host.scheduler.take_events():
+            change = held.add if isinstance(event, BlockStored) else held.discard
+            for block in event.block_hashes:  # type: ignore[union-attr]
+                change(block)
+
+    for number in range(2100):  # more than one slice
+        host.cache(Request(f"before {number}", [number + 1000] * 8))
+    host.cache(Request("a", [1, 2, 3, 4, 5, 6, 7, 8]))
+    listen()
+    host.scheduler.reset_cache()
+    again = Request("b", [1, 2, 3, 4, 9, 9, 9, 9])
+    host.cache(again)
+    while host.scheduler.manager.has_pending_work():
+        listen()
+    listen()
+    assert len(held) == 2
+    host.scheduler.reset_cache()
+    listen()
+    assert not held
+    host.scheduler.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 from collections.abc import Iterator
@@ -148,3 +149,18 @@ def test_a_half_written_key_refuses_its_own_client_only(
         (keys / "strangers" / "stranger.key").replace(keys / "clients" / "late.key")
         assert answers(client.open(zmq.DEALER, made.replay_endpoint, late), 10_000)
     assert "late.key: skipped" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "folder"])
+def test_an_odd_file_among_the_keys_refuses_nobody_else(client: Client, keys: Path, kind: str) -> None:
+    """A pipe stopped the publisher's thread, and a link to itself refused everybody."""
+    odd = keys / "clients" / "odd.key"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    elif kind == "loop":
+        odd.symlink_to(odd)
+    else:
+        odd.mkdir()
+    curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients"))
+    with publisher(curve=curve) as made:
+        assert answers(client.open(zmq.DEALER, made.replay_endpoint, friend(keys)), 10_000)

@@ -135,13 +135,15 @@ class PromotionDecision:
         cost: CostModel,
         prefill: PrefillQueue,
         manager: TieredOffloadingManager,
+        clock: Callable[[], float],
     ) -> None:
         self._settings, self._geometry = settings, geometry
-        self._cost, self._prefill, self._manager = cost, prefill, manager
+        self._cost, self._prefill, self._manager, self._clock = cost, prefill, manager, clock
         self._promotions, self._inquiries = manager.promotions, manager.inquiries
         self._learnt: set[str] = set()
         self._times = 0
-        self._chunks_left, self._requests_left = _NEW_CHUNKS, _MOST_WAITING
+        self._lookups_left = _NEW_CHUNKS  # chunks that this step may still look up in tiers
+        self._requests_left, self._chunks_left = _MOST_WAITING, _MOST_CHUNKS  # that may still begin to wait
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -151,40 +153,60 @@ class PromotionDecision:
         Call it once in a step, when waits have ended.
         """
         requests, chunks = map(sum, zip(self._inquiries.load(), self._promotions.load(), strict=True))
-        self._requests_left = _MOST_WAITING - requests
-        self._chunks_left = min(_NEW_CHUNKS, _MOST_CHUNKS - chunks)
+        self._requests_left, self._chunks_left = _MOST_WAITING - requests, _MOST_CHUNKS - chunks
+        self._lookups_left = _NEW_CHUNKS
 
     def must_wait(self, state: RequestState | None) -> bool:
-        """Say whether a request waits for answers or chunks of a tier, or for its turn to be looked up.
+        """Say whether a request waits for answers or chunks of a tier, or for its turn.
 
-        `None`: a request that nobody has asked about. Takes constant time.
+        `None`: a request that nobody has asked about. Takes constant time. A request is looked up within a
+        few steps; only one that a tier may help then waits until fewer others wait for tiers, for as long as
+        computing would take at most.
         """
         if state is None:
-            return self._chunks_left <= 0 or self._requests_left <= 0
+            return self._lookups_left <= 0
         if not state.may_ask and self._inquiries.is_waiting(state.context):
             return True
         if not state.may_promote:
             return self._promotions.is_waiting(state.context)
-        return (self._chunks_left <= 0 or self._requests_left <= 0) and state.may_load
+        if state.turn_until is not None and self._is_full():
+            if self._clock() < state.turn_until:
+                return True
+            state.may_ask = state.may_promote = False
+            return False
+        return self._lookups_left <= 0 and state.may_load
+
+    def _is_full(self) -> bool:
+        return self._requests_left <= 0 or self._chunks_left <= 0
+
+    def _await_turn(self, state: RequestState, tokens: int) -> bool:
+        """Have a request wait until fewer requests wait for tiers."""
+        compute = self._cost.compute_seconds(tokens) if self._settings.load_if_faster else None
+        patience = self._settings.load_deadline
+        state.turn_until = self._clock() + (patience if compute is None else min(patience, compute))
+        return True
 
     def start_waiting(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for chunks beyond those of the pool's match `here`.
 
         If so, note its inquiry or its wish.
         """
-        if not state.may_promote or state.context.stays_in_pool:
-            return False  # a row of these keys below the pool may be that of another content
-        self._chunks_left -= 1 + sum(len(group.keys) for group in state.groups)
+        if not state.may_promote or limit <= here.end or state.context.stays_in_pool:
+            return False  # a row below the pool that has the key of a chunk that stays may be of another
+        self._lookups_left -= 1 + sum(len(group.keys) for group in state.groups)
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
         if there.pending and state.may_ask and self._start_asking(state, there, limit):
             return True
         if there.end <= here.end:
             return False
+        if self._is_full():
+            return self._await_turn(state, there.end - here.end)
         state.may_promote = False
         wish = self._choose(state, here, there)
         if wish is None or not self._promotions.wish(wish, state.context):
             return False
         self._requests_left -= 1
+        self._chunks_left -= len(wish.needed)
         return True
 
     def _start_asking(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
@@ -193,6 +215,8 @@ class PromotionDecision:
         inquiries = self._inquiries.unknown(self._chunks(state, there.end, end))
         if not inquiries:
             return False
+        if self._is_full():
+            return self._await_turn(state, end - there.end)
         state.may_ask = False
         wait, ahead = self._settings.load_deadline, self._prefill.ahead_of(state.view.request_id)
         compute = self._cost.compute_seconds(end - there.end + ahead)
@@ -205,6 +229,7 @@ class PromotionDecision:
             wait = min(wait, compute)
         self._inquiries.note(inquiries, wait, state.context)
         self._requests_left -= 1
+        self._chunks_left -= sum(len(group.keys) for group in state.groups)
         return True
 
     def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:

@@ -128,7 +128,7 @@ class OffloadingConnectorScheduler:
 
     def _use_tiers(self, manager: TieredOffloadingManager) -> None:
         self._promotion = PromotionDecision(
-            self._settings, self._geometry, self.cost, self._prefill, manager
+            self._settings, self._geometry, self.cost, self._prefill, manager, self._clock
         )
         if self._tracker.enabled:
             manager.describe_with(self._tracker.describe_chunks)

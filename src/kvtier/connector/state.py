@@ -209,6 +209,8 @@ class RequestState:
     """False once the request wished for chunks or they were not worth it, until it is preempted."""
     may_ask: bool = True
     """False once tiers were asked for chunks or were not worth asking, until the request is preempted."""
+    turn_until: float | None = None
+    """Until when the request waits for its turn to wait for tiers, if it has had to."""
     waiting_since: float | None = None
     next_offer: int = 0
     """The number of computed tokens from which a next chunk is complete and can be offered for storing."""

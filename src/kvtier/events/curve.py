@@ -29,6 +29,7 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"kvtier"
 _SETTLED_NS = 1_000_000_000
 _KEY_BYTES = 32
+_LARGEST_FILE = 64 << 10
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,19 @@ def make_keys(folder: str | Path, name: str) -> tuple[Path, Path]:
 def _load(path: str | Path, *, secret: bool) -> tuple[bytes, bytes | None]:
     """Return the public and the secret key of a file."""
     try:
-        public, private = zmq.auth.load_certificate(path)
+        public, private = _load_certificate(Path(path))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot read a CURVE key: {error}") from None
     if secret and private is None:
         raise InputError(f"{path}: expected a secret key file (NAME.key_secret), got a public one")
+    return public, private
+
+
+def _load_certificate(path: Path) -> tuple[bytes, bytes | None]:
+    """Read a key. Anything but a small regular file is refused: a pipe would never end."""
+    if path.exists() and not (path.is_file() and path.stat().st_size <= _LARGEST_FILE):
+        raise ValueError(f"expected a regular file of at most {_LARGEST_FILE:,} bytes")
+    public, private = zmq.auth.load_certificate(path)
     return public, private
 
 
@@ -171,7 +180,7 @@ class Gate:
         keys, unreadable = set(), {}
         for name in names:
             try:
-                key, _ = zmq.auth.load_certificate(self._dir / name)
+                key, _ = _load_certificate(self._dir / name)
                 if len(zmq.utils.z85.decode(key)) != _KEY_BYTES:
                     raise ValueError(f"expected a key of 40 characters, got {len(key)}")
                 keys.add(key)
@@ -192,7 +201,7 @@ class Gate:
         """Return a fingerprint of the folder's content."""
         stats = []
         for file in self._dir.iterdir():
-            with suppress(FileNotFoundError):  # removed since the folder was listed
+            with suppress(OSError):  # removed since the folder was listed, or a link that leads nowhere
                 stats.append((file.name, file.stat()))
         return frozenset((name, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
 

@@ -189,6 +189,8 @@ class OffloadingEventsTracker:
             else:
                 if event.descriptions is not None:
                     self._recall(event.keys, event.descriptions)
+                if self._cleared:
+                    told += self._remove_cleared_blocks(event)
                 told += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
         if self._held:
             for key in removed:  # only now: a chunk that left one medium may have arrived in another
@@ -257,11 +259,28 @@ class OffloadingEventsTracker:
     def _unshare(chunk: _Chunk, counts: dict[bytes, int]) -> Iterator[bytes]:
         """Yield the blocks of a chunk that no other chunk of its medium has; count the others down."""
         for block_hash in chunk.hashes[:-1]:
+            if block_hash not in counts:
+                continue  # cleared by a reset, and announced as removed before it was stored again
             counts[block_hash] -= 1
             if counts[block_hash] == 0:
                 del counts[block_hash]
                 yield block_hash
         yield chunk.hashes[-1]
+
+    def _remove_cleared_blocks(self, event: TierEvent) -> Iterator[BlockRemoved]:
+        """Announce the removal of blocks that a reset has cleared and that stored chunks bring again.
+
+        The removal of the cleared chunk comes later, and must not take such a block away again.
+        """
+        by_group: dict[int, list[ExternalBlockHash]] = {}
+        for key in event.keys:
+            chunk = self._planned.get(key) or self._held.get(key)
+            for block_hash in chunk.hashes[:-1] if chunk is not None else ():
+                places = (cleared.shared.get((event.medium, chunk.group), {}) for cleared in self._cleared)
+                if sum(counts.pop(block_hash, 0) for counts in places):
+                    by_group.setdefault(chunk.group, []).append(block_hash)
+        for group, hashes in by_group.items():
+            yield BlockRemoved(hashes, event.medium, group_idx=group)
 
     def _removed(self, event: TierEvent) -> Iterator[BlockRemoved]:
         by_group: dict[int, list[ExternalBlockHash]] = {}

@@ -296,7 +296,9 @@ def kv_lookahead(vllm_config: VllmConfig) -> int:
 def _describe_audits(config: OffloadingConfig) -> str:
     if config.audits:
         return f"audits for at most {config.settings.audit:.2%} of the computed tokens"
-    return "no audits" + (" in this format of the cache" if config.settings.audit else "")
+    if not config.settings.audit:
+        return "no audits"
+    return "no audits with a draft head" if config.lookahead else "no audits in this format of the cache"
 
 
 def summarize(config: OffloadingConfig) -> str:
