@@ -274,8 +274,8 @@ class OffloadingEventsTracker:
         """
         by_group: dict[int, list[ExternalBlockHash]] = {}
         for key in event.keys:
-            chunk = self._planned.get(key) or self._held.get(key)
-            for block_hash in chunk.hashes[:-1] if chunk is not None else ():
+            chunk = self._planned.get(key) or self._held.get(key) or _undescribed(key)
+            for block_hash in chunk.hashes[:-1]:
                 places = (cleared.shared.get((event.medium, chunk.group), {}) for cleared in self._cleared)
                 if sum(counts.pop(block_hash, 0) for counts in places):
                     by_group.setdefault(chunk.group, []).append(block_hash)
