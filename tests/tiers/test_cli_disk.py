@@ -21,7 +21,9 @@ from kvtier.cli import main
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.testing.tier_suite import ROW_BYTES, content, key
-from kvtier.tiers.disk import find_places
+from kvtier.tiers.disk import DiskFiles, find_places
+from kvtier.tiers.disk.files import OpenedFiles
+from kvtier.tiers.disk.header import DiskHeader
 from kvtier.tiers.disk.inspect import check_place
 from kvtier.tiers.disk.records import pack_record
 
@@ -272,6 +274,29 @@ def test_absurd_numbers_in_a_header_are_a_line(
             output, errors = capsys.readouterr()
             assert errors == ""
             assert output.count("\n") == (2 if command == "ls" else 1)
+
+
+def test_a_place_too_large_for_the_memory_is_a_line_of_its_own(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check` said `not enough memory`, neither for which place nor anything about the others."""
+    with opened(path, 24, "other") as driver:
+        driver.store(1)
+    first, second = (place.folder for place in find_places(path))
+    open_again = DiskFiles.open_again
+
+    def open_one(folder: Path, header: DiskHeader) -> OpenedFiles:
+        if folder == first:
+            raise MemoryError
+        return open_again(folder, header)
+
+    monkeypatch.setattr(DiskFiles, "open_again", open_one)
+    assert main(["disk", "check", str(path)]) == 1
+    one, other = capsys.readouterr().out.splitlines()
+    assert first.name in one
+    assert "cannot be checked: not enough memory" in one
+    assert second.name in other
+    assert "rows are whole" in other
 
 
 @pytest.mark.timeout(300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -308,7 +309,107 @@ def test_a_reset_before_it_is_open(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_reset_before_the_folder_is_locked_is_for_good(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch was dropped if the opening thread did not have the lock yet."""
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    may_lock, take = threading.Event(), FolderLock.take_nowait
+    monkeypatch.setattr(FolderLock, "take_nowait", lambda *more: may_lock.wait(PATIENCE) and take(*more))
+    tier = make_tier(tmp_path)
+    tier.reset("early")
+    if end == "close":
+        ending = threading.Thread(target=lambda: tier.close(PATIENCE))
+        ending.start()
+        assert tier._ending.wait(PATIENCE)
+        may_lock.set()
+        ending.join(PATIENCE)
+    else:  # nobody polls: the thread that opens the tier puts the epoch down before anything is loaded
+        may_lock.set()
+        assert tier._io.wait_any(PATIENCE)
+        assert tier._lock is not None
+        tier._lock.release()
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used == 0
+    tier.close(PATIENCE)
+
+
+def test_a_reset_is_written_down_at_the_end_if_the_folder_is_free_by_then(tmp_path: Path) -> None:
+    """The opening thread pauses between two attempts, and would not look again before the end."""
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        second = make_tier(tmp_path)
+        assert second.wait_open() is False
+        second.reset("early")
+    assert second.close(PATIENCE)
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used == 0
+
+
+def test_a_reset_that_cannot_be_written_down_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        second = make_tier(tmp_path)
+        assert second.wait_open() is False
+        second.reset("early")
+        caplog.clear()
+        assert second.close(PATIENCE)
+        (record,) = caplog.records
+        assert "reset could not be written down" in record.message
+        assert "only owner" in record.message
+        assert driver.fetch(1) == {1: content(1)}, "the folder is another engine's"
+
+
+def test_a_reset_is_a_warning_if_the_folder_does_not_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_lock, take = threading.Event(), FolderLock.take_nowait
+    monkeypatch.setattr(FolderLock, "take_nowait", lambda *more: may_lock.wait(PATIENCE) and take(*more))
+    tier = make_tier(tmp_path)
+    tier.reset("early")
+    assert tier.close(0.1) is False
+    (record,) = caplog.records
+    assert "reset could not be written down" in record.message
+    assert "did not answer within 0.1 s" in record.message
+    may_lock.set()
+    for thread in tier._io._threads:
+        thread.join(PATIENCE)
+    assert open_files(tmp_path) == []
+
+
 # Owners
+
+
+def test_a_lock_of_all_ranks_that_is_never_released_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread waited in the kernel: no line, and neither requests nor the end of the tier got on."""
+    with closing(os.fdopen(os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT), "r+b")) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        tier = make_tier(tmp_path)
+        assert tier.lookup(key(1)) is None, "it may still open"
+        until = time.monotonic() + PATIENCE
+        while tier.is_awaited():
+            assert time.monotonic() < until
+            tier._clock.now += 0.1  # type: ignore[attr-defined]
+            tier.wait_any(0.05)
+        assert tier._clock.now < tier._opening_since + 10, "not only because it takes long"  # type: ignore[attr-defined]
+        assert not tier.has_pending_work()
+        assert tier.lookup(key(1)) is False
+        (record,) = caplog.records
+        assert f"expected {tmp_path / 'lock'} to be free" in record.message
+        assert tier.state() in record.message
+        assert tier.close(PATIENCE) is True
+        assert len(open_files(tmp_path)) == 1, "the one of this test"
+        assert len(caplog.records) == 1
+        third = make_tier(tmp_path)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        assert third.wait_open(PATIENCE), third.state()
+        third.close(PATIENCE)
 
 
 def test_a_second_owner_runs_without_and_takes_over(
@@ -798,6 +899,28 @@ def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None
     assert "expected a regular file" in (tier.problem or "")
     tier.reset("once")
     assert tier.close()
+
+
+@pytest.mark.parametrize("name", ["records", "descriptions", "slots", "../lock"])
+@pytest.mark.parametrize("slots", [8, 0])
+def test_a_link_in_place_of_a_file_is_refused(tmp_path: Path, name: str, slots: int) -> None:
+    """The tier wrote through it, to a file that was not its own; without room, it cut that file."""
+    path, outside = tmp_path / "disk", tmp_path / "outside"
+    with opened(path) as driver:
+        driver.store(1)
+    file = place_of(path) / name
+    for precious in (None, b"precious" * 1000):
+        if precious is not None:
+            outside.write_bytes(precious)
+        file.unlink()
+        file.symlink_to(outside)
+        tier = make_tier(path, slots)
+        assert tier.wait_open() is False
+        if slots or name == "../lock":
+            assert f"{file.name}: expected a regular file, found a symbolic link" in (tier.problem or "")
+        tier.reset("once")
+        assert tier.close(PATIENCE)
+        assert (outside.read_bytes() if outside.exists() else None) == precious
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

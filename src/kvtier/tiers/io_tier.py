@@ -50,6 +50,8 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 10.0
 """Seconds between two attempts to open a tier."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks of an opening thread at the clock or the namespace."""
+_SAY_AFTER = 1.0
+"""Seconds that an opening thread waits for another process without a line in the log."""
 _AWAITED_SECONDS = 10.0
 """How long requests may wait for a tier that opens, each within its own patience. A million records take a
 second or two to read; a tier that takes longer than this hangs, or is too large to wait for.
@@ -115,6 +117,7 @@ class IOTier(Tier):
         # Written by the opening thread, too.
         self._problem: str | None = None
         self._lacks_namespace = False
+        self._waits_for: str | None = None
         self._backoff, self._retry_at = _FIRST_BACKOFF, float("-inf")
         self._probing = False
         self._closed = False
@@ -168,6 +171,7 @@ class IOTier(Tier):
         return (
             not self.is_open()
             and self._problem is None
+            and self._waits_for is None
             and not self._closed
             and self._clock() < self._opening_since + _AWAITED_SECONDS
         )
@@ -188,7 +192,9 @@ class IOTier(Tier):
                 break
             self._io.wait_any(min(left, _LOOK_EVERY))
         if not self.is_open() and self.required:
-            why = self._problem or f"{self.where}: expected it to open within {timeout:g} s"
+            why = (
+                self._problem or self._waits_for or f"{self.where}: expected it to open within {timeout:g} s"
+            )
             raise OutsideError(f"{why} ({self.name}.required is true)")
         return self.is_open()
 
@@ -236,6 +242,26 @@ class IOTier(Tier):
         while not condition():
             if self._ending.wait(_LOOK_EVERY):
                 raise _TierClosedError
+
+    def _await_other(self, condition: Callable[[], bool], line: str) -> None:
+        """Wait for another process; if that takes long, log the line, and no request waits any more.
+
+        On an I/O thread.
+        """
+        since = self._clock()
+
+        def look() -> bool:
+            if condition():
+                return True
+            if self._waits_for is None and self._clock() - since >= _SAY_AFTER:
+                self._waits_for = line
+                logger.warning("%s; running without it meanwhile", line)
+            return False
+
+        try:
+            self._await(look)
+        finally:
+            self._waits_for = None
 
     def _take_opened(self) -> None:
         """Take over what a thread has opened, if it has. For a lookup: an idle engine does not poll."""

@@ -493,8 +493,12 @@ def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
     before = taken_bytes(folder)
     for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):
         with suppress(FileNotFoundError):
-            if (folder / name).stat().st_size > size:
-                os.truncate(folder / name, size)
+            descriptor = open_file(folder / name, os.O_RDWR)
+            try:
+                if os.fstat(descriptor).st_size > size:
+                    os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
     if (given := before - taken_bytes(folder)) > 0:
         line = "disk tier: %s: the capacity has no room for all of its rows any more; %s were given up"
         logger.warning(line, folder, format_size(given))

@@ -6,8 +6,9 @@
 
 A tier never touches a place of another model, row size or version; its space counts against the capacity.
 `kvtier disk gc` removes it, or a tier that the user lets take over places that nobody uses. The removal
-renames the place first, so that a half-removed place is never opened. Only regular files are opened, since
-anything else may block without end. Everything here blocks: I/O threads and the command line only.
+renames the place first, so that a half-removed place is never opened. Only regular files are opened: a link
+may lead out of the folder, and anything else may block without end. Everything here blocks: I/O threads and
+the command line only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
@@ -71,7 +73,13 @@ def taken_bytes(folder: Path) -> int:
 
 def open_file(path: Path, flags: int) -> int:
     """Open a file of a folder, and return its descriptor. Anything but a regular file counts as absent."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        why = "expected a regular file, found a symbolic link"
+        raise FileNotFoundError(errno.ENOENT, why, str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "expected a regular file, found something else", str(path))
@@ -105,9 +113,13 @@ class FolderLock:
         return cls._take(folder, device, _lock_nowait)
 
     @classmethod
-    def wait(cls, folder: Path) -> Self:
-        """Block until the folder has no owner, and own it. For folders that are owned for moments only."""
-        return cls._take(folder, None, lambda descriptor: fcntl.flock(descriptor, fcntl.LOCK_EX))
+    def wait(cls, folder: Path, wait_until: Callable[[Callable[[], bool]], None]) -> Self:
+        """Own the folder once it has no owner. For folders that are owned for moments only.
+
+        `wait_until` calls its argument, which tries to lock the folder, until that returns True; it may
+        raise to give up.
+        """
+        return cls._take(folder, None, lambda descriptor: wait_until(partial(_try_lock, descriptor)))
 
     @classmethod
     def _take(cls, folder: Path, device: int | None, lock: Callable[[int], None]) -> Self:
@@ -123,8 +135,9 @@ class FolderLock:
             except BlockingIOError:
                 raise _owned(folder, descriptor) from None
             except OSError as error:
+                name = "lock: " if error.filename == str(folder / "lock") else ""
                 raise OutsideError(
-                    f"disk tier: {folder}: expected a folder that can be written to: {error.strerror};"
+                    f"disk tier: {folder}: expected a folder that can be written to: {name}{error.strerror};"
                     " check the path, its owner and how it is mounted"
                 ) from None
             undo.pop_all()
@@ -314,6 +327,13 @@ def _peek(records: Path) -> DiskHeader | None:
 
 def _open_records(records: Path, flags: int) -> BinaryIO:
     return os.fdopen(open_file(records, flags), "rb" if flags == os.O_RDONLY else "r+b")
+
+
+def _try_lock(descriptor: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _lock_nowait(descriptor: int) -> None:

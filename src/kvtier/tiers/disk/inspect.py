@@ -51,10 +51,11 @@ def check_place(
         opened = DiskFiles.open_again(place.folder, place.header)
         try:
             return _check(opened, drop, advance)
-        except (OSError, MemoryError) as error:
-            raise OutsideError(f"disk tier: {place.folder}: cannot be checked: {error}") from None
         finally:
             opened.files.close()
+    except (OSError, MemoryError) as error:
+        why = str(error) or "not enough memory"
+        raise OutsideError(f"disk tier: {place.folder}: cannot be checked: {why}") from None
     finally:
         lock.release()
 

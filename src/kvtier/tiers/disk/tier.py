@@ -122,8 +122,10 @@ class DiskTier(SlotTier):
         self._lost: str | None = None
         self._suffix: str | None = None  # of the last reset
         self._epoch_unsaved = self._epoch_saving = False
+        self._epoch_error: str | None = None  # of the last attempt, at the end
         self._epoch_at = 0.0
         self._epoch_written = threading.Event()
+        self._owning = threading.Lock()  # the folder is being locked; on I/O threads
         self._headers = threading.Lock()  # for headers of places; on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
@@ -141,21 +143,37 @@ class DiskTier(SlotTier):
 
     def _open_once(self) -> _Opened:
         """Lock the folder, unless it is locked, and open the place of the namespace. On an I/O thread."""
-        if self._lock is None:
-            self._lock = self._own()
-            self._note_solved()
+        lock = self._own()
         try:
+            if self._epoch_unsaved:  # perhaps of a reset that came before the lock
+                self._expect_held(lock)
+                self._epoch_writer()(threading.Event())
+            self._await(lambda: not self._ending.is_set())
             return self._open(self._await_namespace(self._namespace))
         except _Vanished:
-            self._release(self._lock.release)
+            self._release(lock.release)
             self._lock = None
             raise
 
     def _own(self) -> FolderLock:
-        """Lock the folder; after the first time, only on the same file system. On an I/O thread."""
-        lock = FolderLock.take_nowait(self._folder, self._device)
-        self._releases.add(lock.release)
-        self._device = lock.device
+        """Lock the folder, unless it is locked. On an I/O thread.
+
+        After the first time, only on the same file system. A reset that finds no lock leaves its epoch to
+        the thread that takes the lock.
+        """
+        with self._owning:
+            lock = self._lock
+            if lock is None:
+                lock = FolderLock.take_nowait(self._folder, self._device)
+                self._releases.add(lock.release)
+                self._lock, self._device = lock, lock.device
+                if not self._ending.is_set():
+                    self._note_solved()
+            return lock
+
+    def _expect_held(self, lock: FolderLock | None) -> FolderLock:
+        if lock is None or not lock.is_held:
+            raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
         return lock
 
     def _open(self, namespace: str) -> _Opened:
@@ -185,11 +203,14 @@ class DiskTier(SlotTier):
         Ranks do this one after the other, or two of them would take the same space. A tier that is refused
         lets the folder go, so that the command in the refusal can make room.
         """
-        lock = self._lock
-        if lock is None or not lock.is_held:
-            raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
+        lock = self._expect_held(self._lock)
         lock.retake()
-        sharing = FolderLock.wait(self._folder.parent)
+        parent = self._folder.parent
+        line = (
+            f"disk tier: {self._folder}: expected {parent / 'lock'} to be free in a moment, but another"
+            " process holds it; end that process if it hangs"
+        )
+        sharing = FolderLock.wait(parent, lambda is_locked: self._await_other(is_locked, line))
         try:
             with self._headers:
                 self._take_over(namespace)
@@ -262,6 +283,8 @@ class DiskTier(SlotTier):
         return share, now
 
     def _use(self, opened: _Opened) -> None:
+        if self._closed:
+            return  # the last thread releases the files
         self._files = opened.files
         self.open_table(opened.table, opened.files, opened.scope)
         self._limit.restore(opened.files.header.written)
@@ -357,11 +380,18 @@ class DiskTier(SlotTier):
         if self.config.durability == "periodic":
             files.sync()
 
-    def _write_last(self, files: DiskFiles | None, put_down_epoch: _EpochWriter | None) -> None:
-        """Save the state when the tier closes. On an I/O thread."""
-        if put_down_epoch is not None:
+    def _write_last(self, files: DiskFiles | None, reset_saved: threading.Event) -> None:
+        """Save the state when the tier closes, and first the reset, unless it is saved. On an I/O thread."""
+        if not reset_saved.is_set():
             nobody, never = threading.Event(), threading.Event()
-            _save_epoch(put_down_epoch, nobody, lambda pause: not never.wait(min(pause, 0.2)))
+            try:
+                self._own()
+                put_down = self._epoch_writer()
+                _save_epoch(put_down, nobody, lambda pause: not never.wait(min(pause, 0.2)))
+            except (OSError, OutsideError) as error:
+                self._epoch_error = str(error)
+                raise
+            reset_saved.set()
         if files is not None:
             self._write_down(files)
             files.save_header()  # its time says when the place was last used
@@ -482,8 +512,8 @@ class DiskTier(SlotTier):
 
     def state(self) -> str:
         if self._table is None and not self._closed:
-            if self._problem is not None:
-                return self._problem
+            if (why := self._problem or self._waits_for) is not None:
+                return why
             return "waiting for the namespace" if self.lacks_namespace() else "opening"
         return super().state()
 
@@ -497,12 +527,22 @@ class DiskTier(SlotTier):
     def close(self, timeout: float = 5.0) -> bool:
         files, first = self._files, not self._closed
         self._ending.set()
-        put_down_epoch = self._epoch_writer() if self._epoch_unsaved and self._lock is not None else None
-        if first and (put_down_epoch is not None or self._table is not None):
-            self._io.call_last(lambda: self._write_last(files, put_down_epoch))
+        reset_saved = threading.Event()
+        if not self._epoch_unsaved:
+            reset_saved.set()
+        if first and (self._epoch_unsaved or self._table is not None):
+            self._io.call_last(lambda: self._write_last(files, reset_saved))
         if self._lock is not None:
             self._lock.has_stuck_call = True  # if it is not released by the time that `close` returns
-        return super().close(timeout)
+        has_ended = super().close(timeout)
+        if first and self._epoch_unsaved and not reset_saved.is_set():
+            logger.warning(
+                "disk tier: %s: the last reset could not be written down before the end: %s; the next engine"
+                " on this folder may load rows from before it; `kvtier disk gc` removes them",
+                self._folder,
+                self._epoch_error or f"the folder did not answer within {timeout:g} s",
+            )
+        return has_ended
 
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
