@@ -52,13 +52,11 @@ _INDEX = ".index.json"
 """The end of the name of an index, which tells the file of each tensor."""
 
 _WITHOUT_EFFECT = {
-    # These act before the KV is computed (text to tokens) or after it (logits to text).
-    "added_tokens.json",
+    # These act before the KV is computed (text to tokens) or after it (logits to text). The settings of a
+    # tokenizer are not among them: processors of images take defaults of theirs from it.
     "chat_template.json",
     "generation_config.json",
-    "special_tokens_map.json",
     "tokenizer.json",
-    "tokenizer_config.json",
     "vocab.json",
     # Leftovers of training.
     "optimizer.bin",

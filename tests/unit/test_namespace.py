@@ -94,12 +94,15 @@ class TestWeightsFiles:
 
     def test_which_files_count(self, tmp_path: Path) -> None:
         counted = [
+            "added_tokens.json",
             "config.json",
             "model-00001-of-00002.safetensors",
             "model.safetensors.index.json",
             "modeling_own.py",
             "preprocessor_config.json",
             "quantize_config.json",
+            "special_tokens_map.json",
+            "tokenizer_config.json",  # processors of images take settings from it
             "vision/model.safetensors",
         ]
         ignored = [

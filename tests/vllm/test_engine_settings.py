@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,10 +103,120 @@ def test_every_value_of_a_real_engine_counts_or_is_listed(config: Any) -> None:
             after = settings_or_refusal(config)
         finally:
             object.__setattr__(place, name, value)
-        assert (after == before) == (where in harmless()), where
+        counts = where not in harmless() or (place is config.model_config and name in TOKENIZER)
+        assert (after != before) == counts, where
         seen.add(type(place).__name__)
     assert settings_of(config) == before
     assert {"VllmConfig", "ModelConfig", "MultiModalConfig", "SpeculativeConfig", "LoRAConfig"} < seen
+
+
+TOKENIZER = {"model", "skip_tokenizer_init", "tokenizer"}
+"""Fields that count for models with media if one of them changes alone: the tokenizer is the model's own."""
+
+
+class TestTokenizer:
+    """transformers takes settings of processors of images from the tokenizer's."""
+
+    def test_a_folder_s_files_count(self, config: Any, tmp_path: Path) -> None:
+        other = copy(config)
+        other.model_config = copy(config.model_config)
+        other.model_config.tokenizer = str(tmp_path)
+        names = {settings_of(config)}
+        for content in ("{}", '{"do_normalize": false}'):
+            (tmp_path / "tokenizer_config.json").write_text(content)
+            names.add(settings_of(other))
+        assert len(names) == 3
+
+    def test_the_model_s_own_counts_as_such(self, config: Any, tmp_path: Path) -> None:
+        own = copy(config)
+        own.model_config = copy(config.model_config)
+        link = tmp_path / "link"
+        link.symlink_to(config.model_config.model)
+        own.model_config.tokenizer = str(link)
+        assert settings_of(own) == settings_of(config)
+        own.model_config.model = own.model_config.tokenizer = "org/name"
+        assert settings_of(own) == settings_of(config)
+
+    def test_another_of_the_hub_counts_by_its_commit(self, config: Any) -> None:
+        other = copy(config)
+        other.model_config = copy(config.model_config)
+        other.model_config.tokenizer, names = "org/other", {settings_of(config)}
+        for commit in ("c" * 40, "d" * 40):
+            other.model_config.tokenizer_revision = commit
+            names.add(settings_of(other))
+        assert len(names) == 3
+        other.model_config.tokenizer_revision = "main"
+        with pytest.raises(OutsideError, match=r"ModelConfig\.tokenizer: expected the model's own"):
+            settings_of(other)
+
+    def test_without_media_it_does_not_count(self, llama: Path, tmp_path: Path) -> None:
+        config = engine_config(llama)
+        before = settings_of(config)
+        config.model_config.tokenizer = str(tmp_path)
+        config.model_config.skip_tokenizer_init = False
+        assert settings_of(config) == before
+
+
+class TestModelClass:
+    """A plug-in may give an architecture a class of its own."""
+
+    def test_a_plug_in_s_code_counts(
+        self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm import ModelRegistry
+
+        config, folder = engine_config(llama), tmp_path / "own_models"
+        names = {settings_of(config)}
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+        ModelRegistry.register_model("LlamaForCausalLM", "own_models.llama:Own")
+        for file in ("llama.py", "helper.py"):
+            (folder / file).write_text(f"# {file}")
+            names.add(settings_of(config))
+        assert len(names) == 3
+        assert settings_of(config) in names
+
+    def test_a_class_that_was_imported_counts(self, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+        from vllm import ModelRegistry
+
+        config = engine_config(llama)
+        before = settings_of(config)
+        Own = type("Own", (torch.nn.Module,), {"__module__": __name__})
+        entry = SimpleNamespace(model_cls=Own)
+        monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", entry)
+        assert settings_of(config) != before
+        Own.__module__ = "__main__"
+        with pytest.raises(OutsideError, match="__main__: expected a model's class in a package"):
+            settings_of(config)
+
+    def test_an_architecture_without_a_class_is_refused(
+        self, llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm import ModelRegistry
+
+        config = engine_config(llama)
+        monkeypatch.delitem(ModelRegistry.models, "LlamaForCausalLM")
+        with pytest.raises(OutsideError, match="LlamaForCausalLM: expected a class of vLLM's registry"):
+            settings_of(config)
+
+
+def test_libraries_that_prepare_media_and_weights_count() -> None:
+    from kvtier.integrations.vllm.engine_settings import installed_libraries
+
+    assert {"vllm", "torch", "transformers", "Pillow", "numpy"} <= installed_libraries().keys()
+
+
+def test_what_only_some_processes_note_in_the_config_does_not_count(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler apart from its workers never sees these two."""
+    before = settings_of(config)
+    for name in ("hash_block_size", "cache_hit_alignment_tokens"):
+        monkeypatch.setattr(config.cache_config, name, 32)
+    assert settings_of(config) == before
 
 
 def walk(config: Any) -> Iterator[tuple[Any, str]]:
@@ -133,7 +244,7 @@ def another(value: Any) -> Any:
     if isinstance(value, list):
         return [*value, "x"]
     if isinstance(value, dict):
-        return {**value, "x": 1}
+        return {**value, "x": "x:x"}  # vLLM takes it for a class where it expects one
     if isinstance(value, set):
         return value | {"x"}
     return "x" if value is None else None
@@ -258,7 +369,13 @@ print("settings:", settings_of(engine_config(sys.argv[1], **eval(sys.argv[2]))))
 def test_another_process_has_the_same_settings(llama: Path) -> None:
     """Also with other harmless settings."""
     variables = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 96, "gpu_memory_utilization": 0.3, "seed": 7}
+    options: dict[str, Any] = {
+        "async_scheduling": False,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 96,
+        "gpu_memory_utilization": 0.3,
+        "seed": 7,
+    }
     starts = []
     for more, chosen in (({}, {}), (variables, options | {"served_model_name": "name"})):
         code = [sys.executable, "-c", STARTED, str(llama), repr(chosen)]

@@ -55,6 +55,17 @@ def _replace(model: Any) -> None:
         setattr(model.get_submodule(module), attribute, torch.nn.Parameter(weights, requires_grad=False))
 
 
+def _replace_modules(model: Any) -> None:
+    from copy import deepcopy
+
+    fresh = deepcopy({name.rpartition(".")[0]: weights for name, weights in _noisy(model)})
+    for name, weights in fresh.items():
+        module = deepcopy(model.get_submodule(name))
+        module.weight.data.copy_(weights)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, module)
+
+
 def _load(model: Any) -> None:
     model.load_weights(iter(_noisy(model)))
 
@@ -125,6 +136,7 @@ WAYS = {
     "in place": partial(_apply, _write_in_place),
     "data": partial(_apply, _write_data),
     "replaced": partial(_apply, _replace),
+    "modules replaced": partial(_apply, _replace_modules),
     "load_weights": partial(_apply, _load),
     "reload_weights": _reload,
     "reload_weights from memory": _reload_from_memory,
@@ -317,6 +329,22 @@ def test_steps_without_a_pause_look_at_all_weights_in_turn() -> None:
         found = [changed_after(weights, clock, pause=0.0) for _ in range(5)]
         assert sum(found) == 1
         weights._seconds = 1.0
+
+
+@pytest.mark.parametrize("pause", [1.0, 0.0])
+def test_a_replaced_module_is_found(pause: float) -> None:
+    """Its parameters are in another dict than those of the module that was there."""
+    import torch
+
+    clock, model = ManualClock(), torch.nn.Module()
+    model.layers = torch.nn.ModuleList([make_model(), make_model()])
+    weights = watch(model, clock)
+    for replaced in (False, True, False):
+        weights._seconds = 0.5
+        if replaced:
+            model.layers[0] = make_model()
+        found = [changed_after(weights, clock, pause) for _ in range(4)]
+        assert sum(found) == replaced
 
 
 def test_one_changed_value_of_a_hundred_is_found() -> None:

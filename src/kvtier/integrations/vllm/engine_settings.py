@@ -5,15 +5,20 @@ those that are listed here with a reason. So a field that a new vLLM adds keeps 
 it, until someone has found it harmless. A wrong entry mixes the KV of different engines; a missing one only
 means that KV is computed although it is already stored.
 
+The class of the model counts too, because a plug-in may give an architecture one of its own; then the
+plug-in's sources count.
+
 A value that has no name beyond this process, or that names a file whose content decides, makes a namespace
 that is like no other. Nothing here keeps state: any thread may call it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -21,6 +26,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +36,7 @@ import transformers
 import vllm
 from transformers import PretrainedConfig
 from vllm import envs
+from vllm.config import ModelConfig
 
 from kvtier.errors import OutsideError, show_value
 
@@ -52,7 +59,7 @@ HARMLESS = _by_name(
         "how files are read, not what": """
             LoadConfig.safetensors_prefetch_block_size LoadConfig.safetensors_prefetch_num_threads
             LoadConfig.use_tqdm_on_load ParallelConfig.max_parallel_loading_workers""",
-        "text to tokens, which keys are made of": """
+        "text to tokens, which keys are made of; with images or other media it counts": """
             ModelConfig.skip_tokenizer_init ModelConfig.tokenizer ModelConfig.tokenizer_revision""",
         "after the KV: logits, sampling and text": """
             ModelConfig.generation_config ModelConfig.logits_processors ModelConfig.logprobs_mode
@@ -85,6 +92,8 @@ HARMLESS = _by_name(
             ParallelConfig.data_parallel_rank ParallelConfig.data_parallel_rank_local
             ParallelConfig.data_parallel_size ParallelConfig.data_parallel_size_local
             ParallelConfig.dp_sync_interval ParallelConfig.elastic_ep_max_dp_size""",
+        "how ranks of data parallelism agree on a step; by default it follows from async_scheduling": """
+            ParallelConfig.disable_nccl_for_dp_synchronization""",
         "all ranks of an engine share a namespace": "ParallelConfig.rank",
         "how workers are started and watched; worker_cls is what they run": """
             ParallelConfig.cpu_distributed_timeout_seconds ParallelConfig.distributed_executor_backend
@@ -105,6 +114,8 @@ HARMLESS = _by_name(
             CacheConfig.prefix_cache_retention_interval""",
         "block_size is the size, and this is who has chosen it": """
             CacheConfig._block_size_resolved CacheConfig.user_specified_block_size""",
+        "filled in only where scheduler and worker share a config; the namespace has the first": """
+            CacheConfig.hash_block_size CacheConfig.cache_hit_alignment_tokens""",
         "which requests run together, and in which pieces": """
             SchedulerConfig.async_scheduling SchedulerConfig.enable_chunked_prefill
             SchedulerConfig.long_prefill_token_threshold
@@ -185,8 +196,12 @@ HARMLESS_VARIABLES = _by_name(
 _NAMES_A_FILE = {"MultiModalConfig.mm_encoder_fp8_scale_path"}
 """Fields that name a file of which only vLLM knows the content that it has read."""
 
-_KERNELS = ("triton", "flash-attn", "flashinfer-python")
-"""Libraries that vLLM computes with where they are installed."""
+_LIBRARIES = (
+    *("triton", "flash-attn", "flashinfer-python"),
+    *("compressed-tensors", "bitsandbytes", "torchao"),
+    *("Pillow", "torchvision", "numpy", "opencv-python", "opencv-python-headless", "av"),
+)
+"""Libraries that vLLM computes, reads weights or prepares media with, where they are installed."""
 
 _PLACE = ("_name_or_path", "_commit_hash")
 """Where a model's config was found."""
@@ -198,7 +213,11 @@ def all_settings(vllm_config: VllmConfig) -> Callable[[], Any]:
     It raises `OutsideError` if one of them has no name beyond this process.
     """
     try:
-        found = {"config": _encode(vllm_config, "VllmConfig"), "variables": _variables()}
+        found = {
+            "config": _encode(vllm_config, "VllmConfig"),
+            "models": _classes_of_models(vllm_config),
+            "variables": _variables(),
+        }
     except OutsideError as error:
         return partial(_fail, error)
     return lambda: found
@@ -209,12 +228,83 @@ def _fail(error: OutsideError) -> None:
 
 
 def installed_libraries() -> dict[str, str]:
-    """Return the versions of the libraries that compute KV, or prepare images for it."""
+    """Return the versions of the libraries that compute KV, or prepare weights or media for it."""
     found = {module.__name__: module.__version__ for module in (vllm, torch, transformers)}
-    for name in _KERNELS:
+    for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def _classes_of_models(vllm_config: VllmConfig) -> list[Any]:
+    """Return what tells the code of the model apart, and that of the draft model."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    models = [getattr(vllm_config, "model_config", None), getattr(speculative, "draft_model_config", None)]
+    return [_class_of(model) for model in models if isinstance(model, ModelConfig)]
+
+
+def _class_of(model: ModelConfig) -> list[Any]:
+    """Return the name of the class that vLLM has for a model, and the code of a plug-in's class.
+
+    A class that vLLM has not imported yet is not imported here either: that may take seconds.
+    """
+    entry: Any = model.registry.models.get(model.architecture)
+    found = getattr(entry, "model_cls", None)
+    module = found.__module__ if found else getattr(entry, "module_name", None)
+    name = found.__qualname__ if found else getattr(entry, "class_name", None)
+    if module is None or name is None:
+        raise OutsideError(f"{model.architecture}: expected a class of vLLM's registry, got {entry!r}")
+    package = module.partition(".")[0]
+    return [module, name, None if package == "vllm" else _code_of(package)]
+
+
+def _code_of(package: str) -> list[Any]:
+    """Return the versions of an installed package, and a digest of each of its sources."""
+    try:
+        spec = None if package in ("__main__", "__mp_main__") else find_spec(package)
+    except ValueError:  # of a module that was made by hand
+        spec = None
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    files = {
+        file.relative_to(folder).as_posix(): file for folder in folders for file in folder.rglob("*.py")
+    }
+    if not folders and spec and spec.has_location:
+        files = {package: Path(str(spec.origin))}
+    if not files:
+        raise OutsideError(f"{package}: expected a model's class in a package or a module with a source")
+    names = metadata.packages_distributions().get(package, [])
+    return [sorted((name, metadata.version(name)) for name in set(names)), _digests(files)]
+
+
+def _digests(files: dict[str, Path]) -> dict[str, str]:
+    try:
+        return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    except OSError as error:
+        raise OutsideError(
+            f"{error.filename}: expected a file that can be read: {error.strerror}"
+        ) from error
+
+
+def _tokenizer(model: Any) -> list[Any]:
+    """Return which tokenizer a model has: transformers takes settings of processors of media from it.
+
+    The model's own counts with the files of the model.
+    """
+    name, revision = model.tokenizer, model.tokenizer_revision
+    folder = Path(str(name))
+    if folder.is_dir():
+        is_own = folder.resolve() == Path(str(model.model)).resolve()
+        files = {file.name: file for file in folder.iterdir() if file.suffix in (".json", ".py")}
+        which: Any = "of the model" if is_own else _digests(files)
+    elif (name, revision) == (model.model, model.revision):
+        which = "of the model"
+    else:
+        commit = getattr(revision, "resolved", None) or revision
+        if not re.fullmatch("[0-9a-f]{40}", str(commit)):
+            expected = "expected the model's own, a folder or a commit of the hub for a model with media"
+            raise OutsideError(f"ModelConfig.tokenizer: {expected}, got {name} in revision {revision}")
+        which = [name, str(commit)]
+    return [which, model.skip_tokenizer_init]
 
 
 def _variables() -> dict[str, Any]:
@@ -281,6 +371,8 @@ def _encode_fields(config: Any) -> dict[str, Any]:
         if value is not None and names & _NAMES_A_FILE:
             raise OutsideError(f"{where}: expected no file beside the weights, got {show_value(value)}")
         found[field.name] = _encode(value, where)
+    if getattr(config, "multimodal_config", None) is not None:
+        found["tokenizer"] = _tokenizer(config)
     # With -1 vLLM fits the length to the free memory of each start, after the model was built for all
     # positions of its config. The length counts because some models choose their positions by it.
     if getattr(config, "original_max_model_len", None) == -1:

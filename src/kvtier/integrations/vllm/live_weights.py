@@ -35,6 +35,9 @@ _IN_TURN = 2
 Parameters = dict[str, Any]
 """The parameters of one module, in its own dict: who replaces a parameter does it there."""
 
+Children = dict[str, Any]
+"""The modules of one module, in its own dict."""
+
 
 @dataclass(slots=True)
 class _Look:
@@ -44,6 +47,7 @@ class _Look:
     words: torch.Tensor
     arrival: Any  # an event of CUDA; `None`: the words have come
     after_clear: bool
+    modules_differ: bool
 
     def has_come(self) -> bool:
         return self.arrival is None or bool(self.arrival.query())
@@ -61,6 +65,7 @@ class LiveWeights:
         """Watch the parameters whose name is to be watched, from now on."""
         self._models, self._is_watched, self._clock = models, is_watched, clock
         self._places: list[tuple[Parameters, str]] = []
+        self._children: list[tuple[Children, tuple[Any, ...]]] = []  # of each module, as they were
         self._words: list[torch.Tensor] = []  # as they were, in the order of `_places`
         self._looks: list[_Look] = []
         self._next = 0  # the parameter to go on with
@@ -100,7 +105,8 @@ class LiveWeights:
         """Say whether a look has found other weights than before. Later looks compare with those."""
         while self._looks and self._looks[0].has_come():
             look = self._looks.pop(0)
-            if not torch.equal(look.words, _join([self._words[index] for index in look.indices])):
+            expected = _join([self._words[index] for index in look.indices])
+            if look.modules_differ or not torch.equal(look.words, expected):
                 self._start_over()
                 return not look.after_clear
         return False
@@ -109,6 +115,12 @@ class LiveWeights:
         """Take the weights as they are for those to compare with, and wait for their words."""
         began = self._clock()
         self._places = list(self._find_places())
+        self._children = [
+            (module._modules, tuple(module._modules.values()))
+            for model in self._models
+            for module in model.modules()
+            if module._modules
+        ]
         self._words = [_words(parameters.get(name)).cpu().clone() for parameters, name in self._places]
         self._looks, self._next = [], 0
         self._seconds = min(self._seconds, self._clock() - began)
@@ -131,7 +143,12 @@ class LiveWeights:
             arrival.record()
         else:
             words = _join([words.cpu() for words in found])
-        self._looks.append(_Look(indices, words, arrival, after_clear))
+        # A replaced module has other parameters than those of `_places`. Each round ends with this.
+        modules_differ = indices.stop == len(self._places) and self._has_other_modules()
+        self._looks.append(_Look(indices, words, arrival, after_clear, modules_differ))
+
+    def _has_other_modules(self) -> bool:
+        return any(tuple(children.values()) != before for children, before in self._children)
 
 
 def _join(words: Sequence[torch.Tensor]) -> torch.Tensor:
