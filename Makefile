@@ -58,7 +58,9 @@ bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json
 	$(PEER)/python benchmarks/publisher.py --json $(RESULTS)/publisher.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
+	$(BIN)/python benchmarks/overhead.py --waiting 10000 --json $(RESULTS)/overhead_waiting.json
 	$(BIN)/python benchmarks/ttft.py --json $(RESULTS)/ttft.json
+	$(BIN)/python benchmarks/audit.py --json $(RESULTS)/audit.json
 	$(BIN)/python benchmarks/index.py --json $(RESULTS)/index.json
 	$(BIN)/python benchmarks/overhead.py --disk $(RESULTS) --json $(RESULTS)/overhead_disk.json
 	$(BIN)/python benchmarks/ttft.py --disk $(RESULTS) --json $(RESULTS)/ttft_disk.json
