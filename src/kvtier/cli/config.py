@@ -110,9 +110,8 @@ def _print(config: KVTierConfig) -> None:
 def _lines(prefix: str, part: _Part) -> Iterator[_Line]:
     """Yield every setting of a part that is set, in the order of the documentation."""
     required = {setting.name for setting in fields(part) if setting.default is MISSING}
-    plain = type(part)(
-        **{name: getattr(part, name) for name in required}
-    )  # some defaults follow from others
+    # Some defaults follow from required settings.
+    plain = type(part)(**{name: getattr(part, name) for name in required})
     for setting in fields(part):
         value = getattr(part, setting.name)
         if setting.name not in ("cpu", "tiers") and value not in (None, ""):

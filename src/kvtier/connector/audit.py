@@ -153,7 +153,7 @@ class Audits:
             return None
         kept_end = self._manager.prepare_load(keys, NO_REQUEST)
         scratch_keys = [OffloadKey(_SCRATCH + key) for key in keys]
-        taken = self._manager.prepare_scratch(scratch_keys, state.context)
+        taken = self._manager.reserve(scratch_keys, state.context)
         if taken is None or taken.keys_to_store != scratch_keys:
             if taken is not None:  # another audit has some of these keys, or there is too little room
                 self._manager.complete_store(taken.keys_to_store, success=False, spec=taken.store_spec)
@@ -180,10 +180,8 @@ class Audits:
     ) -> dict[OffloadKey, int]:
         """Return the computed chunks of a group that are to be audited and whose rows are in the pool."""
         size = group.geometry.chunk_size
-        first, stop = (
-            -(-state.audit.start // size),
-            min(group.num_complete(available), state.audit.stop // size),
-        )
+        first = -(-state.audit.start // size)
+        stop = min(group.num_complete(available), state.audit.stop // size)
         chunks = {
             group.keys[at]: at
             for at in range(first, stop)

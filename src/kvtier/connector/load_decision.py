@@ -170,21 +170,25 @@ class PromotionDecision:
         if not state.may_promote:
             return self._promotions.is_waiting(state.context)
         if state.turn_until is not None and self._is_full():
-            if self._clock() < state.turn_until:
-                return True
-            state.may_ask = state.may_promote = False
-            return False
+            return self._await_turn(state)
         return self._lookups_left <= 0 and state.may_load
 
     def _is_full(self) -> bool:
         return self._requests_left <= 0 or self._chunks_left <= 0
 
-    def _await_turn(self, state: RequestState, tokens: int) -> bool:
-        """Have a request wait until fewer requests wait for tiers."""
-        compute = self._cost.compute_seconds(tokens) if self._settings.load_if_faster else None
-        patience = self._settings.load_deadline
-        state.turn_until = self._clock() + (patience if compute is None else min(patience, compute))
-        return True
+    def _await_turn(self, state: RequestState, tokens: int = 0) -> bool:
+        """Say whether a request waits until fewer requests wait for tiers; else it does without tiers.
+
+        The first call decides how long: no longer than computing `tokens` would take.
+        """
+        if state.turn_until is None:
+            compute = self._cost.compute_seconds(tokens) if self._settings.load_if_faster else None
+            patience = self._settings.load_deadline
+            state.turn_until = self._clock() + (patience if compute is None else min(patience, compute))
+        if self._clock() < state.turn_until:
+            return True
+        state.may_ask = state.may_promote = False
+        return False
 
     def start_waiting(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for chunks beyond those of the pool's match `here`.

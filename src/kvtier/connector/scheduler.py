@@ -310,6 +310,7 @@ class OffloadingConnectorScheduler:
         state.store_jobs.clear()
         state.next_offer = 0
         state.may_ask = state.may_promote = True
+        state.turn_until = None
         state.audit, state.audit_tokens = range(0), 0
         state.may_load = True  # the request has run since its load failed, so this cannot repeat for ever
         for group in state.groups:

@@ -41,8 +41,8 @@ class KVEventsConfig:
       connected to.
     - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; `None`: no replay.
     - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
-    - `hwm`: how many batches wait for a slow subscriber before it misses some; at most `buffer_bytes` of
-      them (0: without any bound).
+    - `hwm`: how many messages wait for a slow subscriber before it misses some; about `buffer_bytes` at
+      most (0: without any bound).
     - `max_queue_size`: how many batches wait for the publisher's thread. Further batches overflow: only
       their effect on the state is kept. If more than 64 wait, up to 32 travel as one, with all their
       events, the last one's time and one number.
@@ -58,7 +58,7 @@ class KVEventsConfig:
       `.dp{rank}`. Without a file the first number comes from the clock.
     - `replay_topic_frame`: whether replies carry the topic (vLLM 0.26, SGLang 0.5.22 and later) or not
       (before).
-    - `max_blocks_per_event`: cut stored events into parts of at most this many blocks; 4,096 at most.
+    - `max_blocks_per_event`: cut stored events into parts of at most this many blocks; 1,024 at most.
     - `curve`: encrypt and authenticate both sockets.
     - `bind`: bind `endpoint` (true) or connect to it (false); `None`: decide by its form, as said above.
     """

@@ -171,12 +171,11 @@ class OffloadingManager(ABC):
         `complete_store`.
         """
 
-    def prepare_scratch(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        """Take places for chunks that will never be ready, as `prepare_store` does, however rarely offered.
+    def reserve(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Take places as `prepare_store` does, however rarely the chunks were offered.
 
-        `complete_store` with `success=False` gives the places back. `None`: there is no place.
+        This is for audits, whose chunks never become ready (`complete_store` with `success=False` gives
+        their places back), and for promotions. `None`: there is no place.
         """
         return None
 

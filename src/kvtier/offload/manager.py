@@ -192,9 +192,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._stays[slots] = req_context.stays_in_pool
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
-    def prepare_scratch(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
+    def reserve(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         return self.prepare_store(keys, req_context, ignore_threshold=True)
 
     def complete_store(

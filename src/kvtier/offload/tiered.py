@@ -109,7 +109,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._write_ahead_tiers = [tier for tier, write in tiers if write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
         row_bytes, piece_of = self._row_bytes, self._piece
-        self.promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self.prepare_scratch, clock)
+        self.promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self.reserve, clock)
         self.inquiries = Inquiries(pool, self.tiers, row_bytes, clock)
         self._demotions = Demotions(pool, piece_of, row_bytes, self.tiers, store_deadline, clock)
         self._offered_ahead: set[OffloadKey] = set()
@@ -161,13 +161,11 @@ class TieredOffloadingManager(OffloadingManager):
         self._withdraw_demotions(offered)
         return self.pool.prepare_store(offered, req_context)
 
-    def prepare_scratch(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        """Take slots for an audit or, until its rows have come, for a promotion."""
+    def reserve(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Take slots for a promotion or an audit. Demotions that have not begun give way to them."""
         offered = list(keys)
         self._withdraw_demotions(offered)
-        return self.pool.prepare_scratch(offered, req_context)
+        return self.pool.reserve(offered, req_context)
 
     def _withdraw_demotions(self, keys: list[OffloadKey]) -> None:
         if self._demotions.has_jobs() and len(keys) > self.pool.num_free:

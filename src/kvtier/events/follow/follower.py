@@ -62,9 +62,8 @@ class Follower(Generic[B]):
         self._unknown_epoch = _NOBODY if can_ask else None
         self._live_epoch = self._unknown_epoch  # the epoch that the live stream is known to have,
         self._known_upto: int | None = None  # up to this batch
-        self._is_contested = (
-            False  # marks named two epochs: a status request must show which is the later one
-        )
+        # Whether marks named two epochs: a status request must show which is the later one.
+        self._is_contested = False
         self._status: tuple[int, Mark] | None = None  # the answer to a status request
         self._replay_hole: int | None = None  # the batch before the hole that the last replay left
         self._was_connected = False

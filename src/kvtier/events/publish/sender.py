@@ -219,8 +219,7 @@ class Sender:
         send = self._pub.send
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
-        payload = b"".join(parts)
-        send(payload)
+        send(b"".join(parts))
         self.counters["sent"] += 1
         self.counters["events"] += len(events)
 
