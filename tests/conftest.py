@@ -4,6 +4,7 @@ skipped and why.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections import Counter
@@ -14,6 +15,10 @@ import pytest
 # Failures in the kit and in what tests share then show the values, as those in tests do.
 _FOLDERS = [f"tests.{path.name}" for path in Path(__file__).parent.iterdir() if path.is_dir()]
 pytest.register_assert_rewrite("kvtier.testing", *_FOLDERS)
+# The tests inside vLLM need its environment, and run there: `make test-vllm`. Without an origin, what was
+# found is the folder of those tests.
+_VLLM = importlib.util.find_spec("vllm")
+collect_ignore = [] if _VLLM is not None and _VLLM.origin is not None else ["vllm"]
 # Some virtual machines offer AMX and kill whoever uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # A background job ignores Ctrl-C, and so would the processes that tests start and interrupt.

@@ -21,7 +21,20 @@ def make(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "target", ["install", "demo", "test", "servers", "vllm", "test-vllm", "check", "bench", "dist", "clean"]
+    "target",
+    [
+        "install",
+        "demo",
+        "test",
+        "test-all",
+        "servers",
+        "vllm",
+        "test-vllm",
+        "check",
+        "bench",
+        "dist",
+        "clean",
+    ],
 )
 def test_help_lists_every_target(target: str) -> None:
     assert any(line.split()[:2] == ["make", target] for line in make("help").splitlines())
