@@ -177,7 +177,7 @@ def test_without_an_answer_it_computes_at_the_deadline_and_asks_no_more() -> Non
     assert [host.ask(request) for _ in range(3)] == [0, 0, 0]
     host.host.idle()
     assert len(host.tier.asked) == 1
-    assert host.scheduler.cost.inquiry_price_of("disk").seconds_per_byte == 2.0, "a lower bound"
+    assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == 2.0, "a lower bound"
     host.tier.misses = dict.fromkeys(KEYS, TierMiss.NO_ANSWER)
     host.tier.held, host.tier.unknown = set(), set()
     host.ask(request)
@@ -214,7 +214,7 @@ def test_the_wait_is_what_computing_takes() -> None:
 def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
-    host.scheduler.cost.inquiry_price_of("disk").note(1, 0.03)
+    host.scheduler.cost.lookup_estimate("disk").learn(1, 0.03)
     if is_busy:  # it would wait for its turn anyway
         other = Request("other", list(range(1000, 1100)))
         assert host.ask(other) == 0
@@ -231,7 +231,7 @@ def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
 def test_bytes_that_would_come_count_too() -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 0.9)
-    host.scheduler.cost.inquiry_price_of("disk").note(1, 0.004)
+    host.scheduler.cost.lookup_estimate("disk").learn(1, 0.004)
     assert host.ask(Request("a", PROMPT)) == 0
 
 
@@ -241,14 +241,14 @@ def test_a_price_that_has_gone_is_found_out() -> None:
     """
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
-    host.scheduler.cost.inquiry_price_of("disk").note_lost(1, 2.0)
+    host.scheduler.cost.lookup_estimate("disk").learn_lost(1, 2.0)
     refused = 0
     while host.ask(Request(f"r{refused}", PROMPT)) == 0:
         refused += 1
         assert refused < 64
     host.host.idle()
     answer(host)
-    assert host.scheduler.cost.inquiry_price_of("disk").seconds_per_byte == pytest.approx(0.01)
+    assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == pytest.approx(0.01)
 
 
 def test_the_pool_and_what_is_known_are_not_asked_about() -> None:
@@ -330,23 +330,23 @@ def test_the_first_tier_that_has_a_row_gives_it_and_none_is_asked_in_vain() -> N
     disk, far = tiered.tiers
     disk.held = set(keys(1, 2))
     far.held, far.unknown = set(keys(1, 2, 3, 4)), set(keys(1, 2, 3, 4, 5))
-    anywhere = tiered.manager.anywhere
-    assert anywhere.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
-    assert anywhere.lookup_prefix(keys(1, 2, 3), context()) is None
-    assert anywhere.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2
-    (inquiry,) = tiered.manager.inquiries.unknown(keys(1, 2, 3, 4, 5, 6))
-    assert (inquiry.tier, inquiry.keys) == (far, keys(3, 4, 5))
-    assert inquiry.cost == ("object", 3 * ROW, 0)
-    tiered.manager.inquiries.note([inquiry], 1.0, context())
+    combined, waits = tiered.manager.combined_lookup, tiered.manager.waits
+    assert combined.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
+    assert combined.lookup_prefix(keys(1, 2, 3), context()) is None
+    assert combined.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2
+    (lookup,) = waits.unknown(keys(1, 2, 3, 4, 5, 6))
+    assert (lookup.tier, lookup.keys) == (far, keys(3, 4, 5))
+    assert lookup.cost == ("object", 3 * ROW, 0)
+    waits.look_up([lookup], 3, 1.0, context())
     tiered.submit()
-    assert tiered.manager.inquiries.is_waiting(context())
+    assert waits.is_waiting(context())
     assert tiered.manager.wait_any(0.0), "an idle engine waits for the answer"
     far.answer()
     tiered.poll()
-    assert not tiered.manager.inquiries.is_waiting(context())
+    assert not waits.is_waiting(context())
     assert not tiered.manager.wait_any(0.0)
-    assert anywhere.lookup_prefix(keys(1, 2, 3, 4, 5), context()) == 4
-    assert tiered.wish(1, 2, 3, 4)
+    assert combined.lookup_prefix(keys(1, 2, 3, 4, 5), context()) == 4
+    assert tiered.promote(1, 2, 3, 4)
     tiered.submit()
     assert [len(job.rows) for tier in tiered.tiers for job in tier.promotions.values()] == [2, 2]
 
@@ -354,4 +354,4 @@ def test_the_first_tier_that_has_a_row_gives_it_and_none_is_asked_in_vain() -> N
 def test_tiers_are_lent_the_whole_pool() -> None:
     tiered = Tiered(8)
     assert tiered.tier.lent == [8 * ROW]
-    assert tiered.manager.inquiries.unknown([key(1)]) == []
+    assert tiered.manager.waits.unknown([key(1)]) == []

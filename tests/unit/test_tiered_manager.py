@@ -17,11 +17,11 @@ from kvtier.tiers.base import Outcome, TierMiss
 def test_asking_starts_nothing_and_a_step_does() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
-    anywhere = tiered.manager.anywhere
-    assert anywhere.lookup_prefix(keys(1, 2, 3, 4), context()) == 3
-    assert anywhere.lookup_many(keys(3, 4), context()) == [True, False]
+    combined = tiered.manager.combined_lookup
+    assert combined.lookup_prefix(keys(1, 2, 3, 4), context()) == 3
+    assert combined.lookup_many(keys(3, 4), context()) == [True, False]
     assert tiered.ready(1, 2, 3) == [False] * 3, "the pool has none of it"
-    assert tiered.wish(1, 2, 3)
+    assert tiered.promote(1, 2, 3)
     assert tiered.pool.num_free == tiered.num_slots, "a wish takes no slot"
     assert not tiered.tier.promotions
     job = tiered.submit()
@@ -34,7 +34,7 @@ def test_asking_starts_nothing_and_a_step_does() -> None:
 def test_rows_that_have_come_are_pinned_until_the_load() -> None:
     tiered = Tiered(4)
     tiered.tier.held = set(keys(1, 2))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
     for row, number in zip(job.rows, (1, 2), strict=True):
@@ -45,10 +45,10 @@ def test_rows_that_have_come_are_pinned_until_the_load() -> None:
     assert not tiered.is_waiting()
     assert tiered.ready(1, 2) == [True, True]
     assert not tiered.can_evict(1, 2)
-    assert tiered.manager.promotions.sources(context()) == {key(1): "disk", key(2): "disk"}
+    assert tiered.manager.waits.sources(context()) == {key(1): "disk", key(2): "disk"}
     spec = tiered.manager.prepare_load(keys(1, 2), context())
     assert [int(tiered.rows[slot][0]) for slot in spec.block_ids] == [1, 2]  # type: ignore[attr-defined]
-    assert tiered.manager.promotions.sources(context()) == {}
+    assert tiered.manager.waits.sources(context()) == {}
     tiered.manager.complete_load(keys(1, 2), spec)
     assert tiered.can_evict(1, 2)
     tiered.manager.check()
@@ -57,7 +57,7 @@ def test_rows_that_have_come_are_pinned_until_the_load() -> None:
 def test_a_request_under_promotion_is_answered_without_a_lookup() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     tiered.submit()
     before = tiered.tier.lookups
     assert all(tiered.is_waiting() for _ in range(1000))
@@ -67,10 +67,10 @@ def test_a_request_under_promotion_is_answered_without_a_lookup() -> None:
 def test_a_row_is_brought_once_for_all_who_wait() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2, name="a")
+    tiered.promote(1, 2, name="a")
     first = tiered.submit()
-    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2, 3), context("b")) == 3
-    tiered.wish(1, 2, 3, name="b")
+    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2, 3), context("b")) == 3
+    tiered.promote(1, 2, 3, name="b")
     second = tiered.submit()
     assert first is not None
     assert second is not None
@@ -89,7 +89,7 @@ def test_a_row_is_brought_once_for_all_who_wait() -> None:
 def test_at_the_deadline_the_leading_run_counts_and_the_rest_is_withdrawn() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3, 4))
-    tiered.wish(1, 2, 3, 4, patience=1.0)
+    tiered.promote(1, 2, 3, 4, wait_budget=1.0)
     job = tiered.submit()
     assert job is not None
     tiered.tier.begun = set(keys(3))
@@ -113,7 +113,7 @@ def test_at_the_deadline_the_leading_run_counts_and_the_rest_is_withdrawn() -> N
 def test_late_means_failed_but_not_freed() -> None:
     tiered = Tiered(4)
     tiered.tier.held = set(keys(1))
-    tiered.wish(1)
+    tiered.promote(1)
     job = tiered.submit()
     assert job is not None
     tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
@@ -132,12 +132,12 @@ def test_late_means_failed_but_not_freed() -> None:
 def test_slots_of_late_calls_count_as_taken() -> None:
     tiered = Tiered(4)
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
     tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
     tiered.poll()
-    assert not tiered.wish(3, name="b"), "half of the pool is lost to a hung tier, and no more"
+    assert not tiered.promote(3, name="b"), "half of the pool is lost to a hung tier, and no more"
     why = tiered.manager.explain_tiers(key(3), context("b"))
     assert why["cpu"] is MissReason.NO_ROOM
 
@@ -145,7 +145,7 @@ def test_slots_of_late_calls_count_as_taken() -> None:
 def test_a_prompt_above_the_share_gets_its_leading_part() -> None:
     tiered = Tiered(8)
     tiered.tier.held = set(keys(*range(10)))
-    assert tiered.wish(*range(10))
+    assert tiered.promote(*range(10))
     job = tiered.submit()
     assert job is not None
     assert [row.key for row in job.rows] == keys(0, 1, 2, 3)
@@ -155,7 +155,7 @@ def test_what_the_request_needs_is_not_evicted_for_it() -> None:
     tiered = Tiered(4)
     tiered.store(1, 2, 8, 9)
     tiered.tier.held = set(keys(3, 4))
-    tiered.wish(1, 2, 3, 4)
+    tiered.promote(1, 2, 3, 4)
     tiered.submit()
     assert tiered.ready(1, 2, 3, 4, 8, 9) == [True, True, None, None, False, False]
 
@@ -164,8 +164,8 @@ def test_what_the_request_needs_is_not_evicted_for_it() -> None:
 def test_with_windows_all_or_nothing(vanishes: bool) -> None:
     tiered = Tiered(8)
     tiered.tier.held = set(keys(1, 2, 3))
-    assert not tiered.wish(*range(9), whole=True), "more than the share"
-    assert tiered.wish(1, 2, 3, whole=True)
+    assert not tiered.promote(*range(9), whole=True), "more than the share"
+    assert tiered.promote(1, 2, 3, whole=True)
     if vanishes:
         tiered.tier.held.discard(key(2))
         assert tiered.submit() is None
@@ -183,7 +183,7 @@ def test_with_windows_all_or_nothing(vanishes: bool) -> None:
 def test_rows_behind_one_that_does_not_come_are_not_waited_for() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2, 3)
+    tiered.promote(1, 2, 3)
     job = tiered.submit()
     assert job is not None
     tiered.tier.finish(job.job_id, 2, outcome=Outcome.FAILED_CHECK)
@@ -200,10 +200,10 @@ def test_the_first_tier_that_has_a_row_gives_it() -> None:
     tiered = Tiered(num_tiers=2)
     disk, distant = tiered.tiers
     disk.held, distant.held = set(keys(1)), set(keys(1, 2))
-    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2), context()) == 2
+    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2), context()) == 2
     costs = tiered.manager.promotions.costs(keys(1, 2))
     assert [(cost.tier, cost.num_bytes) for cost in costs] == [("disk", ROW), ("object", ROW)]
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     tiered.submit()
     assert [[row.key for job in tier.promotions.values() for row in job.rows] for tier in tiered.tiers] == [
         keys(1),
@@ -215,7 +215,7 @@ def test_promotions_come_whether_or_not_a_chunk_was_offered_often_enough() -> No
     tiered = Tiered()
     tiered.pool._store_threshold = 2
     tiered.tier.held = set(keys(1))
-    tiered.wish(1)
+    tiered.promote(1)
     assert tiered.submit() is not None
 
 
@@ -226,7 +226,7 @@ def test_nothing_from_before_a_reset_comes_back() -> None:
     tiered = Tiered()
     tiered.store(8)
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
     tiered.tier.begun = set(keys(2))
@@ -240,7 +240,7 @@ def test_nothing_from_before_a_reset_comes_back() -> None:
     tiered.tier.finish(job.job_id, 2)  # it was read before, and says so after
     tiered.poll()
     assert tiered.ready(1, 2, 8) == [False] * 3
-    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2, 3), context()) == 0
+    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2, 3), context()) == 0
     assert tiered.pool.num_free == tiered.num_slots
     tiered.manager.reset_cache()
     assert len(set(tiered.tier.suffixes)) == 2, "every reset has a suffix of its own"
@@ -276,7 +276,7 @@ def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
     """Guards against a request that waits for a row which another job brings by now."""
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
     tiered.tier.begun = set(keys(1, 2))
@@ -285,7 +285,7 @@ def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
     assert not tiered.is_waiting()
     assert tiered.tier.held == set(keys(2))
     tiered.tier.held.add(key(1))
-    tiered.wish(1, name="b")
+    tiered.promote(1, name="b")
     tiered.submit()
     tiered.tier.finish(job.job_id)
     tiered.poll()
@@ -426,7 +426,7 @@ def test_promotions_go_before_demotions_that_have_not_begun() -> None:
     tiered.poll()
     assert tiered.manager.prepare_store(keys(2, 3), context()) is not None
     tiered.tier.held = set(keys(8, 9))
-    tiered.wish(8, 9)
+    tiered.promote(8, 9)
     job = tiered.submit()
     assert job is not None
     assert [row.key for row in job.rows] == keys(8, 9)
@@ -436,7 +436,7 @@ def test_promotions_go_before_demotions_that_have_not_begun() -> None:
 def test_promoted_rows_are_not_offered_back() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1))
-    tiered.wish(1)
+    tiered.promote(1)
     job = tiered.submit()
     assert job is not None
     tiered.tier.finish(job.job_id)

@@ -74,8 +74,8 @@ class Play:
             self.store,
             self.store,
             self.end_store,
-            self.wish,
-            self.wish,
+            self.promote,
+            self.promote,
             self.step,
             self.step,
             self.end_rows,
@@ -89,7 +89,7 @@ class Play:
             self.disturb,
             self.restart,
         ]
-        moves += [self.ask] if self.asks else []
+        moves += [self.look_up] if self.asks else []
         for _ in range(calls):
             self.random.choice(moves)()
             self.take_jobs()
@@ -144,26 +144,35 @@ class Play:
             self.tiered.rows[slot] = mark(chunk, generation)
         self.tiered.manager.complete_store(chunks, self.random.random() < 0.9, spec)
 
-    def wish(self) -> None:
+    def promote(self) -> None:
         name = f"r{self.random.randrange(5)}"
-        chunks = self.some(12)
-        anywhere = self.tiered.manager.anywhere.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
-        if anywhere and not self.tiered.manager.promotions.is_waiting(context(name)):
+        chunks, manager = self.some(12), self.tiered.manager
+        hits = manager.combined_lookup.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
+        if hits and not self.is_waiting(name):
             self.names.add(name)
             whole = self.random.random() < 0.2
-            self.counts["wishes"] += self.tiered.wish(
-                *chunks[:anywhere], name=name, patience=3.0, whole=whole
+            self.counts["promotions"] += self.tiered.promote(
+                *chunks[:hits], name=name, wait_budget=3.0, whole=whole
             )
 
-    def ask(self) -> None:
-        """Have a request ask about chunks of which tiers have forgotten whether they have them."""
+    def look_up(self) -> None:
+        """Have tiers asked about chunks of which they have forgotten whether they have them."""
         name, chunks = f"r{self.random.randrange(5)}", keys(*self.some(12))
         self.random.choice(self.tiered.tiers).unknown = set(self.random.sample(chunks, len(chunks) // 2))
-        inquiries = self.tiered.manager.inquiries.unknown(chunks)
-        if inquiries and not self.tiered.manager.inquiries.is_waiting(context(name)):
+        waits = self.tiered.manager.waits
+        lookups = waits.unknown(chunks)
+        if lookups and not self.is_waiting(name):
             self.names.add(name)
-            self.tiered.manager.inquiries.note(inquiries, 1.0, context(name))
-            self.counts["inquiries"] += 1
+            waits.look_up(lookups, len(chunks), 1.0, context(name))
+            self.counts["lookups"] += 1
+
+    def is_waiting(self, name: str) -> bool:
+        """Return whether a request waits, as both kinds of questions must agree on."""
+        waits = self.tiered.manager.waits
+        is_waiting = waits.is_waiting(context(name))
+        if is_waiting:
+            assert waits.must_wait(name), f"seed {self.seed}"
+        return is_waiting
 
     def step(self) -> None:
         self.tiered.clock.now += self.random.choice((0.0, 0.1, 0.5))
@@ -210,11 +219,11 @@ class Play:
             self.expect_whole(lent.row.key, bytes(lent.row.pieces[0]))
 
     def load(self) -> None:
-        """Load what is ready of a wish or of any chunks, as a connector does; its bytes must be right."""
+        """Load what is ready of a promotion or of any chunks, as a connector does; its bytes must be right."""
         name = self.random.choice([*sorted(self.names), "other"])
         chunks = keys(*self.some(12))
         ready = self.tiered.manager.lookup_prefix(chunks, context(name), wait=False) or 0
-        if not ready or self.tiered.manager.promotions.is_waiting(context(name)):
+        if not ready or self.is_waiting(name):
             return
         spec = self.tiered.manager.prepare_load(chunks[:ready], context(name))
         assert isinstance(spec, CPULoadStoreSpec)
@@ -283,8 +292,8 @@ def test_the_calls_exercised_what_they_claim(totals: Counter[str]) -> None:
     if not totals:
         pytest.skip("runs after test_rows_are_right_and_no_slot_is_lost in the same session only")
     for what in (
-        "wishes",
-        "inquiries",
+        "promotions",
+        "lookups",
         "promoted DONE",
         "promoted FAILED_CHECK",
         "demoted DONE",

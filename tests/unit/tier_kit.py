@@ -10,7 +10,7 @@ from tests.unit.connector_kit import Clock
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.offload.promotions import Wish
+from kvtier.offload.promotions import PromotionRequest
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.testing.manager_suite import key, keys
 from kvtier.tiers.base import (
@@ -222,9 +222,12 @@ class Tiered:
         self.manager.complete_store(output.keys_to_store, True, output.store_spec)
         self.manager.check()
 
-    def wish(self, *numbers: int, name: str = "a", patience: float = 10.0, whole: bool = False) -> bool:
-        """Have a request wish for chunks."""
-        return self.manager.promotions.wish(Wish(keys(*numbers), patience, patience, whole), context(name))
+    def promote(
+        self, *numbers: int, name: str = "a", wait_budget: float = 10.0, whole: bool = False
+    ) -> bool:
+        """Begin the promotion of chunks for a request."""
+        request = PromotionRequest(keys(*numbers), wait_budget, wait_budget, whole)
+        return self.manager.waits.promote(request, context(name))
 
     def submit(self) -> TierJob | None:
         """Begin a step's promotions; return the newest job."""
@@ -242,9 +245,9 @@ class Tiered:
         return [self.manager.lookup(key(number), context()) for number in numbers]
 
     def is_waiting(self, name: str = "a") -> bool:
-        """Say whether a request waits."""
-        return self.manager.promotions.is_waiting(context(name))
+        """Return whether a request waits."""
+        return self.manager.waits.is_waiting(context(name))
 
     def can_evict(self, *numbers: int) -> bool:
-        """Say whether the pool would let all of these chunks go."""
+        """Return whether the pool would let all of these chunks go."""
         return set(keys(*numbers)) <= set(self.pool.coldest(self.num_slots))

@@ -14,8 +14,6 @@ from kvtier.connector.state import ChunkGeometry, GroupGeometry, GroupState, Req
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import ChunkLookup
 
-__all__ = ["PrefixMatch", "match_prefix"]
-
 
 class PrefixMatch(NamedTuple):
     """The part of a request's prefix that can be loaded now."""
@@ -31,35 +29,35 @@ class PrefixMatch(NamedTuple):
 
 
 def match_prefix(
-    geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
+    geometry: ChunkGeometry, lookup: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
-    """Find how far a request can be loaded from the chunks in `places`.
+    """Find how far a request can be loaded from the chunks that `lookup` finds.
 
     Where KV depends on the tokens after it (`OffloadingConfig.lookahead`), other tokens may have followed a
     stored chunk than follow it in this request. So the load ends early enough that the found chunks beyond
     its end cover the lookahead: the last chunk found is computed again.
     """
-    found = _match_chunks(geometry, places, state, num_tokens)
+    found = _match_chunks(geometry, lookup, state, num_tokens)
     if not geometry.lookahead or found.reach == state.local:
         return found
-    covered = _match_chunks(geometry, places, state, found.reach - geometry.lookahead)
+    covered = _match_chunks(geometry, lookup, state, found.reach - geometry.lookahead)
     return found._replace(end=covered.end)
 
 
 def _match_chunks(
-    geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
+    geometry: ChunkGeometry, lookup: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
-    """Find the last end beyond `state.local` that all groups can serve from the chunks in `places`."""
+    """Find the last end beyond `state.local` that all groups can serve from the chunks found."""
     keyed = min(num_tokens, *(group.num_keyed for group in state.groups))
     end = keyed // geometry.alignment * geometry.alignment
     pending, missing = False, None
     for group in geometry.full:
-        reach, waits, gap = _reach(places, state, state.groups[group.index], end)
+        reach, waits, gap = _reach(lookup, state, state.groups[group.index], end)
         if reach < end:
             end, missing = reach, gap
         pending |= waits
     if geometry.windowed and end > state.local:
-        found = [_Window(places, state, group, end) for group in geometry.windowed]
+        found = [_Window(lookup, state, group, end) for group in geometry.windowed]
         best = _last_served(found, state.local, end, geometry.alignment, optimistic=False)
         pending |= _last_served(found, state.local, end, geometry.alignment, optimistic=True) > best
         if best < end:
@@ -72,33 +70,33 @@ def _match_chunks(
 
 
 def _reach(
-    places: ChunkLookup, state: RequestState, group: GroupState, end: int
+    lookup: ChunkLookup, state: RequestState, group: GroupState, end: int
 ) -> tuple[int, bool, OffloadKey | None]:
     """Return how far a full-attention group reaches, whether that may grow, and the key that stops it."""
     size = group.geometry.chunk_size
     start = state.local // size
     keys = group.keys[start : -(-end // size)]
-    hits = places.lookup_prefix(keys, state.context)
+    hits = lookup.lookup_prefix(keys, state.context)
     waits = hits is None
     if hits is None:
-        hits = places.lookup_prefix(keys, state.context, wait=False) or 0
+        hits = lookup.lookup_prefix(keys, state.context, wait=False) or 0
     return (start + hits) * size, waits, keys[hits] if hits < len(keys) else None
 
 
 class _Window:
     """The chunks of a windowed group between the local hit and `end`, with the runs of ready chunks."""
 
-    def __init__(self, places: ChunkLookup, state: RequestState, group: GroupGeometry, end: int) -> None:
+    def __init__(self, lookup: ChunkLookup, state: RequestState, group: GroupGeometry, end: int) -> None:
         self._group = group
         self._local = state.local
         self._start = state.local // group.chunk_size
         self._keys = state.groups[group.index].keys[self._start : -(-end // group.chunk_size)]
-        found = places.lookup_many(self._keys, state.context)
+        found = lookup.lookup_many(self._keys, state.context)
         self._ready = _run_lengths([hit is True for hit in found])
         self._possible = _run_lengths([hit is not False for hit in found])
 
     def serves(self, end: int, optimistic: bool) -> bool:
-        """Say whether all chunks needed to compute at `end` are ready; `optimistic`: or may be soon."""
+        """Return whether all chunks needed to compute at `end` are ready or, `optimistic`, may be soon."""
         size = self._group.chunk_size
         stop = -(-end // size)
         runs = self._possible if optimistic else self._ready
