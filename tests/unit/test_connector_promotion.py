@@ -1,4 +1,4 @@
-"""The scheduler's side over tiers: when a request waits for them, for how long, and what is said of it."""
+"""The scheduler's side over tiers: when a request waits for them, for how long, and its explanation."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TieredHost:
         self.scheduler.check()
 
     def promote(self, request: Request) -> None:
-        """Have a request's wish fulfilled."""
+        """Have a request's rows promoted."""
         assert self.ask(request) is None
         self.host.idle()
         self.clock.now += 0.01
@@ -94,13 +94,13 @@ class TieredHost:
             self.host.report(job_id)
 
     def learn(self, seconds_per_token: float, seconds_per_byte: float) -> None:
-        """Teach the price of computing and of the disk."""
+        """Teach the cost of computing and of the disk."""
         for _ in range(50):
             self.scheduler.cost.learn_step(1000, 1000 * seconds_per_token)
             self.scheduler.cost.promotion_estimate("disk").learn(10**6, 10**6 * seconds_per_byte)
 
 
-def test_a_prompt_on_disk_is_brought_and_then_loaded() -> None:
+def test_a_prompt_on_disk_is_promoted_and_then_loaded() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     request = Request("a", PROMPT)
@@ -158,7 +158,7 @@ def test_a_prefix_in_memory_and_its_end_on_disk() -> None:
     assert explanation.from_tiers == {"cpu": 12, "disk": 12}
 
 
-def test_it_waits_once_per_admission() -> None:
+def test_a_request_is_promoted_once_per_admission() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     request = Request("a", PROMPT)
@@ -173,10 +173,10 @@ def test_it_waits_once_per_admission() -> None:
     host.host.run_more(request, 26, 0, preempted_req_ids={"a"})
     assert host.ask(request) == 24, "it was computed, and is in the pool"
     host.tiered.pool.reset_cache()
-    assert host.ask(request) is None, "after a preemption it may wish again"
+    assert host.ask(request) is None, "after a preemption it may be promoted again"
 
 
-def test_at_the_deadline_what_has_come_is_loaded() -> None:
+def test_arrived_rows_are_loaded_at_the_deadline() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     request = Request("a", PROMPT)
@@ -198,7 +198,7 @@ def test_at_the_deadline_what_has_come_is_loaded() -> None:
     assert explanation.misses["disk"] is MissReason.TOO_SLOW
 
 
-def test_what_is_slower_than_computing_is_not_brought() -> None:
+def test_a_promotion_slower_than_computing_is_not_done() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 1.1)
@@ -211,7 +211,7 @@ def test_what_is_slower_than_computing_is_not_brought() -> None:
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_bytes_that_the_tier_moves_first_count(queued: bool) -> None:
+def test_queued_bytes_of_the_tier_count(queued: bool) -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 0.9)
@@ -234,7 +234,7 @@ def test_waiting_costs_nothing_while_others_are_computed(is_busy: bool) -> None:
     assert host.ask(Request("a", PROMPT)) == (None if is_busy else 0)
 
 
-def test_patience_is_what_computing_takes_and_the_deadline_without_prices() -> None:
+def test_the_wait_budget_is_the_time_to_compute_or_the_deadline() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     assert host.ask(Request("a", PROMPT)) is None
@@ -257,7 +257,7 @@ def test_patience_is_what_computing_takes_and_the_deadline_without_prices() -> N
     assert host.ask(long) == 0
 
 
-def test_prices_are_learnt_and_kept_for_later() -> None:
+def test_cost_estimates_are_learnt_and_kept() -> None:
     host = TieredHost()
     host.tier.prices = {"seconds_per_byte": 3e-9}
     host.end_step()
@@ -383,7 +383,7 @@ def test_rows_that_a_restart_brought_are_announced_in_full() -> None:
     )
 
 
-def test_a_row_is_told_to_be_below_before_it_leaves_the_pool() -> None:
+def test_a_row_is_announced_below_before_it_leaves_the_pool() -> None:
     host = TieredHost(num_slots=24)
     host.host.cache(Request("a", PROMPT))
     host.end_step()

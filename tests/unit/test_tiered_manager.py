@@ -1,6 +1,4 @@
-"""The pool and tiers behind one manager, step by step: who waits for what, who gives way, and what comes
-back.
-"""
+"""The pool and tiers behind one manager, step by step: waits, promotions, demotions, resets and reports."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def test_asking_starts_nothing_and_a_step_does() -> None:
     assert combined.lookup_many(keys(3, 4), context()) == [True, False]
     assert tiered.ready(1, 2, 3) == [False] * 3, "the pool has none of it"
     assert tiered.promote(1, 2, 3)
-    assert tiered.pool.num_free == tiered.num_slots, "a wish takes no slot"
+    assert tiered.pool.num_free == tiered.num_slots, "a promotion takes no slot before it is submitted"
     assert not tiered.tier.promotions
     job = tiered.submit()
     assert job is not None
@@ -54,7 +52,7 @@ def test_rows_that_have_come_are_pinned_until_the_load() -> None:
     tiered.manager.check()
 
 
-def test_a_request_under_promotion_is_answered_without_a_lookup() -> None:
+def test_a_request_under_promotion_is_answered_in_constant_time() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2))
     tiered.promote(1, 2)
@@ -64,7 +62,7 @@ def test_a_request_under_promotion_is_answered_without_a_lookup() -> None:
     assert tiered.tier.lookups == before
 
 
-def test_a_row_is_brought_once_for_all_who_wait() -> None:
+def test_a_row_is_promoted_once_for_all_requests_that_wait() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
     tiered.promote(1, 2, name="a")
@@ -106,7 +104,7 @@ def test_at_the_deadline_the_leading_run_counts_and_the_rest_is_withdrawn() -> N
     assert why["disk"] is MissReason.TOO_SLOW
     tiered.tier.finish(job.job_id, 3)
     tiered.poll()
-    assert tiered.ready(3) == [True], "what comes in vain is kept"
+    assert tiered.ready(3) == [True], "a row that comes too late is kept"
     assert tiered.can_evict(3)
 
 
@@ -151,7 +149,7 @@ def test_a_prompt_above_the_share_gets_its_leading_part() -> None:
     assert [row.key for row in job.rows] == keys(0, 1, 2, 3)
 
 
-def test_what_the_request_needs_is_not_evicted_for_it() -> None:
+def test_rows_that_a_request_needs_are_not_evicted_for_it() -> None:
     tiered = Tiered(4)
     tiered.store(1, 2, 8, 9)
     tiered.tier.held = set(keys(3, 4))
@@ -211,7 +209,7 @@ def test_the_first_tier_that_has_a_row_gives_it() -> None:
     ]
 
 
-def test_promotions_come_whether_or_not_a_chunk_was_offered_often_enough() -> None:
+def test_the_store_threshold_does_not_apply_to_promotions() -> None:
     tiered = Tiered()
     tiered.pool._store_threshold = 2
     tiered.tier.held = set(keys(1))
@@ -330,7 +328,7 @@ def test_offers_wait_for_a_tier_that_is_not_open_yet() -> None:
     assert demoted(tiered) == keys(1, 2)
 
 
-def test_what_a_tier_does_not_want_is_let_go_at_once() -> None:
+def test_refused_rows_are_unpinned_at_once() -> None:
     tiered = Tiered()
     tiered.tier.refuses = set(keys(1, 2))
     tiered.store(1, 2)
@@ -371,7 +369,7 @@ def back(tiered: Tiered) -> list[OffloadKey]:
     return sorted(tiered.tier.held)
 
 
-def test_what_waits_for_a_tier_is_forgotten_when_it_leaves_the_pool_and_not_before() -> None:
+def test_an_offer_lasts_as_long_as_its_row_is_in_the_pool() -> None:
     tiered = Tiered(4)
     away(tiered)
     tiered.store(0)
@@ -446,7 +444,7 @@ def test_promoted_rows_are_not_offered_back() -> None:
     assert demoted(tiered) == []
 
 
-def test_ahead_of_their_eviction_the_coldest_rows_are_written() -> None:
+def test_the_coldest_rows_are_written_before_they_are_evicted() -> None:
     tiered = Tiered(32, write="evict")
     tiered.store(*range(16))
     for _ in range(8):
@@ -513,7 +511,7 @@ def test_a_slot_that_held_an_adapters_chunk_may_be_written_when_another_chunk_ha
     assert demoted(tiered) == keys(2)
 
 
-def test_a_clean_end_writes_what_is_hot_for_a_few_seconds_at_most() -> None:
+def test_a_clean_shutdown_writes_hot_rows_for_a_few_seconds_at_most() -> None:
     tiered = Tiered(16, write="evict", clock=TickingClock())
     tiered.store(1, 2, 3)
     tiered.tier.held = set(keys(2))
@@ -525,7 +523,7 @@ def test_a_clean_end_writes_what_is_hot_for_a_few_seconds_at_most() -> None:
     assert len(tiered.tier.closed) == 1
 
 
-def test_an_end_waits_for_rows_that_are_written_only() -> None:
+def test_a_shutdown_waits_only_for_rows_being_written() -> None:
     """Not for a tier that opens or announces. The clock stands still: a wait would not end."""
     tiered = Tiered(4096 + 16)
     tiered.tier.has_pending_work = lambda: True  # type: ignore[method-assign]
@@ -559,7 +557,7 @@ def test_an_idle_engine_is_kept_for_offers_only_while_something_moves() -> None:
         (TierMiss.LOST, MissReason.LOST),
     ],
 )
-def test_each_tier_says_why(miss: TierMiss, reason: MissReason) -> None:
+def test_each_tier_explains_its_misses(miss: TierMiss, reason: MissReason) -> None:
     tiered = Tiered(1)
     assert tiered.manager.explain_tiers(key(1), context()) == {"cpu": MissReason.NEVER_STORED}
     tiered.store(1)

@@ -219,7 +219,7 @@ class Play:
             self.expect_whole(lent.row.key, bytes(lent.row.pieces[0]))
 
     def load(self) -> None:
-        """Load what is ready of a promotion or of any chunks, as a connector does; its bytes must be right."""
+        """Load ready chunks, promoted or not, as a connector does; their bytes must be right."""
         name = self.random.choice([*sorted(self.names), "other"])
         chunks = keys(*self.some(12))
         ready = self.tiered.manager.lookup_prefix(chunks, context(name), wait=False) or 0

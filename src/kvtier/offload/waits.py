@@ -89,7 +89,7 @@ class TierWait:
     lookups: list[RemoteLookup] = field(default_factory=list)
     """The lookups without an answer, during LOOKUP."""
     rows: WantedRows | None = None
-    """The rows of its promotion, from PROMOTION until its load begins."""
+    """The rows of its promotion, until its load begins; after the deadline, why they did not come."""
 
     def is_pending(self) -> bool:
         """Return whether the request still waits for tiers, before its deadline."""
@@ -203,12 +203,14 @@ class TierWaits:
 
     def promote(self, request: PromotionRequest, context: ReqContext) -> bool:
         """Have rows promoted for a request; return `False` if there is no room, so that it need not wait."""
-        wait = self._begin(context, WaitPhase.PROMOTION, len(request.needed), request.wait_budget)
-        wait.rows = WantedRows(request, context)
-        if self._promotions.has_room(wait.rows):
-            return True
-        wait.is_submitted = True
-        return False
+        rows = WantedRows(request, context)
+        if not self._promotions.has_room(rows):
+            wait = self._get(context)
+            self._end(wait)
+            wait.rows = rows  # which say why
+            return False
+        self._begin(context, WaitPhase.PROMOTION, len(request.needed), request.wait_budget).rows = rows
+        return True
 
     def skip_lookup(self, context: ReqContext) -> None:
         """Record that asking tiers is not worth it for a request."""

@@ -1,4 +1,4 @@
-"""The scheduler's side over tiers that do not know what they hold: who asks, who waits, for how long."""
+"""The scheduler's side over tiers that do not know what they hold: lookups, waits and their deadlines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answer(host: TieredHost) -> None:
     host.end_step()
 
 
-def test_it_is_asked_then_brought_then_loaded() -> None:
+def test_a_lookup_is_followed_by_a_promotion_and_a_load() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     assert host.ask(request) is None
@@ -51,7 +51,7 @@ def test_it_is_asked_then_brought_then_loaded() -> None:
     assert (explanation.from_tiers, explanation.recomputed) == ({"disk": 24}, 2)
 
 
-def test_a_request_that_waits_for_answers_is_answered_without_a_lookup() -> None:
+def test_a_request_that_waits_for_answers_is_answered_in_constant_time() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     host.ask(request)
@@ -122,7 +122,7 @@ def test_a_step_asks_about_a_bounded_number_of_requests_in_turn() -> None:
     asked = [asked for asked, _ in host.tier.asked[256:]]
     assert asked == [keys_of(r.tokens) for r in requests[256 : 256 + len(asked)]], "in turn"
     assert len(asked) > 0
-    assert host.tier.asked[-1][1] == host.clock.now + 2.0, "patience begins with the own wait"
+    assert host.tier.asked[-1][1] == host.clock.now + 2.0, "the wait budget begins with the own wait"
 
 
 def test_requests_that_never_ran_are_cancelled_without_a_lookup() -> None:
@@ -142,7 +142,7 @@ def test_requests_that_never_ran_are_cancelled_without_a_lookup() -> None:
     assert host.scheduler.is_idle()
 
 
-def test_only_what_it_has_is_brought() -> None:
+def test_only_held_rows_are_promoted() -> None:
     host = asking_host()
     host.tier.held = set(KEYS[:4])
     request = Request("a", PROMPT)
@@ -153,7 +153,7 @@ def test_only_what_it_has_is_brought() -> None:
     assert host.ask(request) == 16
 
 
-def test_nothing_is_waited_for_if_it_has_nothing() -> None:
+def test_a_request_does_not_wait_if_the_tier_has_nothing() -> None:
     host = asking_host()
     host.tier.held = set()
     request = Request("a", PROMPT)
@@ -164,7 +164,7 @@ def test_nothing_is_waited_for_if_it_has_nothing() -> None:
     assert not host.tier.promotions
 
 
-def test_without_an_answer_it_computes_at_the_deadline_and_asks_no_more() -> None:
+def test_a_request_without_an_answer_computes_at_the_deadline() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     host.ask(request)
@@ -187,7 +187,7 @@ def test_without_an_answer_it_computes_at_the_deadline_and_asks_no_more() -> Non
     assert explanation.misses["disk"] is MissReason.TOO_SLOW
 
 
-def test_it_asks_again_after_a_preemption() -> None:
+def test_tiers_are_asked_again_after_a_preemption() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     host.ask(request)
@@ -201,7 +201,7 @@ def test_it_asks_again_after_a_preemption() -> None:
     assert host.ask(request) is None
 
 
-def test_the_wait_is_what_computing_takes() -> None:
+def test_the_wait_is_no_longer_than_computing() -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
     host.ask(Request("a", PROMPT))
@@ -228,14 +228,14 @@ def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
         assert explanation.misses == {"disk": MissReason.NOT_WORTH_LOADING}
 
 
-def test_bytes_that_would_come_count_too() -> None:
+def test_the_time_of_the_bytes_counts_too() -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 0.9)
     host.scheduler.cost.lookup_estimate("disk").learn(1, 0.004)
     assert host.ask(Request("a", PROMPT)) == 0
 
 
-def test_a_price_that_has_gone_is_found_out() -> None:
+def test_a_stale_cost_estimate_is_corrected() -> None:
     """After answers that did not come nobody asks, but for one in a few; when that is answered,
     others ask.
     """
@@ -251,7 +251,7 @@ def test_a_price_that_has_gone_is_found_out() -> None:
     assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == pytest.approx(0.01)
 
 
-def test_the_pool_and_what_is_known_are_not_asked_about() -> None:
+def test_known_chunks_are_not_looked_up() -> None:
     host = TieredHost()
     host.host.cache(Request("first", PROMPT[:8]))
     host.tier.held, host.tier.unknown = set(KEYS), set(KEYS[3:])
@@ -264,7 +264,7 @@ def test_the_pool_and_what_is_known_are_not_asked_about() -> None:
     assert host.ask(request) == 24
 
 
-def test_windows_are_asked_about_too() -> None:
+def test_windowed_chunks_are_looked_up_too() -> None:
     host = TieredHost(windows=(None, 8))
     full, window = keys_of(PROMPT), keys_of(PROMPT, group=1)
     host.tier.held = {*full, *window}
@@ -303,7 +303,7 @@ def test_a_request_that_ends_is_forgotten() -> None:
     host.ask(request)
     host.scheduler.request_finished(request)
     host.host.idle()
-    assert not host.tier.asked, "nobody wants to know any more"
+    assert not host.tier.asked, "no request waits for the answer any more"
     again = Request("a", PROMPT)
     host.ask(again)
     host.host.idle()
@@ -325,7 +325,7 @@ def test_a_reset_ends_the_wait() -> None:
 # The manager
 
 
-def test_the_first_tier_that_has_a_row_gives_it_and_none_is_asked_in_vain() -> None:
+def test_only_unknown_chunks_are_looked_up() -> None:
     tiered = Tiered(num_tiers=2)
     disk, far = tiered.tiers
     disk.held = set(keys(1, 2))
