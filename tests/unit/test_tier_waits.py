@@ -100,6 +100,14 @@ def test_a_turn_after_a_lookup_keeps_the_deadline_of_the_lookup(one_at_a_time: N
     assert phase(tiered) is WaitPhase.OVER
 
 
+def test_a_request_that_skips_its_lookup_may_wait_for_its_turn(one_at_a_time: None) -> None:
+    tiered = Tiered()
+    tiered.poll()
+    look_up(tiered, 1, name="b")
+    tiered.manager.waits.skip_lookup(context())
+    assert tiered.manager.waits.await_turn(context(), 1.0)
+
+
 def test_a_wait_that_is_forgotten_before_its_submission_starts_nothing() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(3))

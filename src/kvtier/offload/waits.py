@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
@@ -76,8 +77,8 @@ class TierWait:
 
     context: ReqContext
     phase: WaitPhase = WaitPhase.IDLE
-    deadline: float = 0.0
-    """When the current phase ends at the latest. A turn after a lookup keeps the deadline of the lookup."""
+    deadline: float = inf
+    """When the current phase ends at the latest. A turn after a lookup ends with the lookup's deadline."""
     num_chunks: int = 0
     """About how many chunks the request waits for."""
     is_submitted: bool = False
@@ -179,13 +180,12 @@ class TierWaits:
     def await_turn(self, context: ReqContext, wait_budget: float) -> bool:
         """Let a request wait for its turn; return `False` if its time for that is over.
 
-        The first call decides how long: for `wait_budget` seconds or, after a lookup, until its deadline.
+        The first call decides how long: for `wait_budget` seconds, but not beyond the deadline of a lookup.
         """
         wait = self._get(context)
         if wait.phase is WaitPhase.IDLE:
             wait.phase = WaitPhase.TURN
-            if not wait.is_looked_up:
-                wait.deadline = self._clock() + wait_budget
+            wait.deadline = min(wait.deadline, self._clock() + wait_budget)
         return self._keep_turn(wait)
 
     def _keep_turn(self, wait: TierWait) -> bool:
