@@ -21,26 +21,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST, MissReason, PrepareStoreOutput, ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRows, Outcome, Tier, TierJob, TierResult
+from kvtier.tiers.base import Direction, RowJob, Tier, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["PromotionTime", "Promotions", "TierCost", "Wish"]
 
 _SHARE = 2
 """Promotions may take one slot in this many; the other slots are for computed chunks."""
-
-_REASONS = {
-    Outcome.ABSENT: MissReason.EVICTED,
-    Outcome.FAILED_CHECK: MissReason.FAILED,
-    Outcome.FAILED: MissReason.IO_FAILED,
-    Outcome.LATE: MissReason.TOO_SLOW,
-    Outcome.SUSPENDED: MissReason.SUSPENDED,
-    Outcome.RESET: MissReason.CLEARED,
-}
 
 
 class TierCost(NamedTuple):
@@ -105,31 +98,24 @@ class _Waiter:
         return [key for key in needed[end:] if key in self.missing]
 
 
-@dataclass(slots=True, eq=False)
-class _PromotionJob:
-    """A job of one tier: the rows that it is to promote."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PromotionJob(RowJob):
+    """A job of one tier, and what is measured of it."""
 
-    job_id: int
     tier: Tier
-    slots: dict[OffloadKey, int]
-    """The slots of the rows whose memory is lent to the tier."""
     started: float
     ahead_bytes: int
-    num_bytes: int
     seconds: float = 0.0
-    arrived_bytes: int = 0
+    num_arrived: int = 0
     is_late: bool = False
     """Not all rows came in time, or none: the time of the whole job is not known."""
 
-    def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
-        """Return the slots of some of the job's rows."""
-        return CPULoadStoreSpec([self.slots[key] for key in keys])
-
 
 class _Arrival(NamedTuple):
-    """A row on its way: the job that brings it, and the requests that wait for it."""
+    """A row on its way: the job that brings it, its position there, and the requests that wait for it."""
 
     job: _PromotionJob
+    position: int
     waiters: set[_Waiter]
 
 
@@ -146,21 +132,20 @@ class Promotions:
     def __init__(
         self,
         pool: CPUOffloadingManager,
-        piece_of: Callable[[int], memoryview],
         row_bytes: int,
         tiers: Sequence[Tier],
         reserve: Reserve,
         clock: Callable[[], float],
     ) -> None:
-        self._pool, self._piece_of, self._row_bytes = pool, piece_of, row_bytes
+        self._pool, self._row_bytes = pool, row_bytes
         self._tiers, self._reserve, self._clock = tiers, reserve, clock
         self.max_rows = max(1, pool.num_slots // _SHARE)
         self._wishes: list[_Waiter] = []
         self._waiters: dict[str, _Waiter] = {}
         self._arrivals: dict[OffloadKey, _Arrival] = {}
-        self._jobs: dict[int, _PromotionJob] = {}
+        self._jobs: set[_PromotionJob] = set()
         self._pinned: Counter[OffloadKey] = Counter()
-        self._lent = 0  # slots of all jobs
+        self._lent = 0  # rows whose memory tiers may use
         self._newest = 0
         self._times: list[PromotionTime] = []
 
@@ -294,13 +279,20 @@ class Promotions:
             if not slots:
                 continue
             self._newest += 1
-            num_bytes = len(slots) * self._row_bytes
-            job = _PromotionJob(self._newest, tier, slots, now, tier.promotion_bytes, num_bytes)
-            self._jobs[job.job_id] = job
-            self._lent += len(slots)
-            self._arrivals.update({key: _Arrival(job, set()) for key in slots})
-            rows = LentRows(list(slots), list(slots.values()), self._piece_of)
-            tier.promote(TierJob(job.job_id, rows, deadline))
+            job = _PromotionJob(
+                self._newest,
+                Direction.PROMOTE,
+                list(slots),
+                np.fromiter(slots.values(), dtype=np.int64, count=len(slots)),
+                deadline,
+                tier=tier,
+                started=now,
+                ahead_bytes=tier.promotion_bytes,
+            )
+            self._jobs.add(job)
+            self._lent += len(job)
+            self._arrivals.update({key: _Arrival(job, at, set()) for at, key in enumerate(job.keys)})
+            tier.promote(job)
 
     def _put_back(self, taken: dict[OffloadKey, int]) -> None:
         self._free(list(taken), CPULoadStoreSpec(list(taken.values())))
@@ -312,31 +304,28 @@ class Promotions:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def has_job(self, job_id: int) -> bool:
-        """Say whether a job is a promotion that is not over."""
-        return job_id in self._jobs
-
     def take_result(self, result: TierResult) -> None:
         """Take in a result for some rows of a job."""
-        job, keys = self._jobs[result.job_id], list(result.keys)
-        spec = job.spec(keys)
+        job, keys = result.job, result.keys
+        if not isinstance(job, _PromotionJob):
+            raise IntegrityError(f"promotions: expected a result of their own job, got one of {job.job_id}")
+        spec = CPULoadStoreSpec(job.slots_at(result.positions))
         job.seconds += result.seconds
-        if result.outcome is Outcome.RETURNED:
+        if result.returned:
             self._pool.complete_store(keys, success=False, spec=spec)
-        elif result.outcome is Outcome.DONE:
-            job.arrived_bytes += result.nbytes
+        elif result.outcome is None:
+            job.num_arrived += len(keys)
             self._pool.complete_store(keys, spec=spec)
             self._deliver(job, keys)
         else:
-            job.is_late |= result.outcome is Outcome.LATE
-            reason = _REASONS[result.outcome]
+            job.is_late |= result.outcome is MissReason.TOO_SLOW
             if result.in_use:
                 self._pool.abandon_store(keys, spec)
             else:
                 self._free(keys, spec)
-            self._miss(job, keys, reason)
+            self._miss(job, keys, result.outcome)
         if not result.in_use:
-            self._forget(job, keys)
+            self._forget(job, result.positions)
 
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Pin arrived rows for each request that waits for them."""
@@ -384,24 +373,22 @@ class Promotions:
         waiter.reasons = missed | waiter.reasons
         waiter.stop_waiting_for(missed)
 
-    def _forget(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
-        """Remove rows from a job once their memory is ours again; note the time of a job that is over."""
-        for key in keys:
-            del job.slots[key]
-        self._lent -= len(keys)
-        if job.slots:
+    def _forget(self, job: _PromotionJob, positions: list[int]) -> None:
+        """Remove rows from a job once their memory is ours again; measure the time of a job that is over."""
+        job.lent.difference_update(positions)
+        self._lent -= len(positions)
+        if job.lent:
             return
-        del self._jobs[job.job_id]
-        waited = self._clock() - job.started
+        self._jobs.discard(job)
+        waited, arrived_bytes = self._clock() - job.started, job.num_arrived * self._row_bytes
         if job.is_late:
-            self._times.append(
-                PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True)
-            )
-        elif job.arrived_bytes:
+            num_bytes = len(job) * self._row_bytes + job.ahead_bytes
+            self._times.append(PromotionTime(job.tier.name, num_bytes, waited, lost=True))
+        elif arrived_bytes:
             # The calls' sum counts parallel threads; the whole wait includes queue and steps. Use the less.
-            share = job.arrived_bytes / (job.arrived_bytes + job.ahead_bytes)
+            share = arrived_bytes / (arrived_bytes + job.ahead_bytes)
             seconds = min(job.seconds, waited * share) or waited * share
-            self._times.append(PromotionTime(job.tier.name, job.arrived_bytes, seconds, lost=False))
+            self._times.append(PromotionTime(job.tier.name, arrived_bytes, seconds, lost=False))
 
     def take_times(self) -> list[PromotionTime]:
         """Take the times of the promotions that ended since the last call."""
@@ -417,7 +404,7 @@ class Promotions:
         for waiter in late_ones:
             waiter.is_expired, late = True, list(waiter.missing)
             for job in {self._arrivals[key].job for key in late}:
-                job.is_late |= not job.arrived_bytes
+                job.is_late |= not job.num_arrived
             for key in late:
                 self._note_missed(waiter, [key], MissReason.TOO_SLOW, self._arrivals[key].job.tier.name)
             self._end_wait(waiter, late)
@@ -449,24 +436,25 @@ class Promotions:
     def _end_wait(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
         """End a request's wait for rows; withdraw the rows that no request waits for."""
         waiter.stop_waiting_for(keys)
-        unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
+        unwanted: dict[_PromotionJob, list[int]] = {}
         for key in keys:
             arrival = self._arrivals.get(key)
             if arrival is not None:
                 arrival.waiters.discard(waiter)
                 if not arrival.waiters:
-                    unwanted.setdefault(arrival.job, []).append(key)
+                    unwanted.setdefault(arrival.job, []).append(arrival.position)
         for job, theirs in unwanted.items():
-            withdrawn = job.tier.withdraw(job.job_id, theirs)
+            withdrawn = job.tier.withdraw(job, theirs)
             if withdrawn:
-                self._take_arrivals(job, withdrawn)
-                self._free(withdrawn, job.spec(withdrawn))
+                gone = job.keys_at(withdrawn)
+                self._take_arrivals(job, gone)
+                self._free(gone, CPULoadStoreSpec(job.slots_at(withdrawn)))
                 self._forget(job, withdrawn)
 
     def check(self) -> None:
         """Raise `IntegrityError` if the records do not agree."""
         pinned = Counter(key for waiter in self._waiters.values() for keys, _ in waiter.pins for key in keys)
-        lent = sum(len(job.slots) for job in self._jobs.values())
+        lent = sum(len(job.lent) for job in self._jobs)
         arrivals = self._arrivals.items()
         for holds, what in (
             (pinned == self._pinned, "every pin belongs to a request"),
@@ -475,7 +463,10 @@ class Promotions:
                 all(key in self._arrivals for w in self._waiters.values() for key in w.missing),
                 "awaited rows come",
             ),
-            (all(key in arrival.job.slots for key, arrival in arrivals), "rows come into their slots"),
+            (
+                all(a.position in a.job.lent and a.job.keys[a.position] == key for key, a in arrivals),
+                "rows come into their slots",
+            ),
             (self._lent + len(self._pinned) <= self.max_rows, "promotions keep to their share"),
         ):
             if not holds:
