@@ -10,8 +10,7 @@ from tests.unit.connector_kit import Request
 from tests.unit.test_connector_promotion import PROMPT, TieredHost, keys_of
 from tests.unit.tier_kit import ROW, Tiered, context, key, keys
 
-from kvtier.offload import MissReason
-from kvtier.tiers.base import Outcome, TierMiss
+from kvtier.residency import MissReason
 
 KEYS = keys_of(PROMPT)
 
@@ -42,7 +41,7 @@ def test_a_lookup_is_followed_by_a_promotion_and_a_load() -> None:
     assert host.ask(request) is None, "now it waits for the rows"
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == KEYS
+    assert job.keys == KEYS
     host.tier.finish(job.job_id)
     host.end_step()
     host.load(request)
@@ -178,7 +177,7 @@ def test_a_request_without_an_answer_computes_at_the_deadline() -> None:
     host.host.idle()
     assert len(host.tier.asked) == 1
     assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == 2.0, "a lower bound"
-    host.tier.misses = dict.fromkeys(KEYS, TierMiss.NO_ANSWER)
+    host.tier.misses = dict.fromkeys(KEYS, MissReason.TOO_SLOW)
     host.tier.held, host.tier.unknown = set(), set()
     host.ask(request)
     host.run(request)
@@ -278,7 +277,7 @@ def test_windowed_chunks_are_looked_up_too() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == window[4:6] + full
+    assert job.keys == window[4:6] + full
 
 
 def test_a_stale_yes_costs_one_promotion() -> None:
@@ -291,7 +290,7 @@ def test_a_stale_yes_costs_one_promotion() -> None:
     host.host.idle()
     (job,) = host.tier.promotions
     host.tier.held = set()
-    host.tier.finish(job, outcome=Outcome.ABSENT)
+    host.tier.finish(job, outcome=MissReason.EVICTED)
     host.end_step()
     assert host.ask(request) == 0
     assert host.ask(Request("b", PROMPT)) == 0
@@ -348,10 +347,12 @@ def test_only_unknown_chunks_are_looked_up() -> None:
     assert combined.lookup_prefix(keys(1, 2, 3, 4, 5), context()) == 4
     assert tiered.promote(1, 2, 3, 4)
     tiered.submit()
-    assert [len(job.rows) for tier in tiered.tiers for job in tier.promotions.values()] == [2, 2]
+    assert [len(job) for tier in tiered.tiers for job in tier.promotions.values()] == [2, 2]
 
 
-def test_tiers_are_lent_the_whole_pool() -> None:
+def test_tiers_get_the_whole_pool_as_their_buffer() -> None:
     tiered = Tiered(8)
-    assert tiered.tier.lent == [8 * ROW]
+    assert tiered.tier.buffer is not None
+    assert tiered.tier.buffer.memory is not None
+    assert tiered.tier.buffer.memory.nbytes == 8 * ROW
     assert tiered.manager.waits.unknown([key(1)]) == []

@@ -13,8 +13,7 @@ from kvtier.connector import KVConnectorOutput, OffloadingConnectorScheduler
 from kvtier.events.tracker import Description
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.keys import OffloadKey, hash_blocks, make_offload_key
-from kvtier.offload import MissReason
-from kvtier.tiers.base import Outcome, TierChange
+from kvtier.residency import MissReason, OffloadingEvent
 
 PROMPT = list(range(100, 126))  # 26 tokens: six blocks and a tail
 
@@ -109,7 +108,7 @@ def test_a_prompt_on_disk_is_promoted_and_then_loaded() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == keys_of(PROMPT)
+    assert job.keys == keys_of(PROMPT)
     assert host.ask(request) is None
     host.tier.finish(job.job_id)
     host.end_step()
@@ -131,17 +130,17 @@ def test_a_step_promotes_a_bounded_number_of_chunks_in_turn() -> None:
         assert all(host.ask(request) is None for request in requests)
         host.host.idle()
         jobs = list(host.tier.promotions.values())
-        assert sum(len(job.rows) for job in jobs[under_way:]) <= 2048 + 400, "the last may go beyond"
+        assert sum(len(job) for job in jobs[under_way:]) <= 2048 + 400, "the last may go beyond"
         under_way = len(jobs)
         host.end_step()
-    assert 4096 <= sum(len(job.rows) for job in jobs) <= 4096 + 400, "no more wait at a time"
-    assert [job.rows[0].key for job in jobs] == [keys_of(request.tokens)[0] for request in requests[:11]]
+    assert 4096 <= sum(len(job) for job in jobs) <= 4096 + 400, "no more wait at a time"
+    assert [job.keys[0] for job in jobs] == [keys_of(request.tokens)[0] for request in requests[:11]]
     host.clock.now = 100.0  # all time out in one step
     host.end_step()
     assert [host.ask(request) for request in requests[:11]] == [0] * 11
     assert all(host.ask(request) is None for request in requests[11:])
     host.host.idle()
-    assert [job.rows[0].key for job in host.tier.promotions.values()] == [
+    assert [job.keys[0] for job in host.tier.promotions.values()] == [
         keys_of(request.tokens)[0] for request in requests[11:17]
     ]
 
@@ -165,7 +164,7 @@ def test_a_request_is_promoted_once_per_admission() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions
-    host.tier.finish(job, outcome=Outcome.FAILED)
+    host.tier.finish(job, outcome=MissReason.IO_FAILED)
     host.end_step()
     assert [host.ask(request) for _ in range(3)] == [0, 0, 0]
     assert not host.tier.promotions
@@ -184,7 +183,7 @@ def test_arrived_rows_are_loaded_at_the_deadline() -> None:
     host.host.idle()
     (job,) = host.tier.promotions.values()
     host.tier.begun = set(keys_of(PROMPT))
-    host.tier.finish_rows(job.job_id, keys_of(PROMPT)[:2])
+    host.tier.finish_rows(job, keys_of(PROMPT)[:2])
     host.end_step()
     assert host.ask(request) is None
     host.clock.now = 2.5
@@ -277,7 +276,7 @@ def test_a_lost_promotion_is_a_lower_bound() -> None:
     host.host.idle()
     (job,) = host.tier.promotions
     host.clock.now = 2.0
-    host.tier.finish(job, outcome=Outcome.LATE)
+    host.tier.finish(job, outcome=MissReason.TOO_SLOW)
     host.end_step()
     assert host.scheduler.cost.promotion_estimate("disk").seconds_per_byte == pytest.approx(2.0 / (6 * ROW))
 
@@ -290,7 +289,7 @@ def test_windows_come_first_and_all_or_nothing() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == window[4:6] + full
+    assert job.keys == window[4:6] + full
     host.tier.finish(job.job_id)
     host.end_step()
     host.load(request, groups=2)
@@ -360,13 +359,13 @@ def test_rows_that_a_restart_brought_are_announced_in_full() -> None:
     first.host.cache(Request("a", PROMPT))
     first.end_step()
     (job,) = first.tier.demotions.values()
-    told = {row.key: row.description for row in job.rows}
+    told = {key: job.describe(at) for at, key in enumerate(job.keys)}
     assert all(told.values())
     second = TieredHost()
     keys = keys_of(PROMPT)
     second.tier.held = set(keys)
     descriptions = tuple(told[key] for key in keys[:4]) + (b"", b"\xc1 nonsense")
-    second.tier._events.append(TierChange(tuple(keys), "STORAGE", False, descriptions))
+    second.tier._events.append(OffloadingEvent(keys, "STORAGE", False, descriptions))
     full, *placeholders = second.scheduler.take_events()
     assert isinstance(full, BlockStored)
     assert (full.medium, full.token_ids, full.block_hashes) == (

@@ -16,7 +16,7 @@ from tests.unit.tier_kit import Tiered, context, key, keys
 from kvtier.keys import OffloadKey
 from kvtier.offload import waits
 from kvtier.offload.waits import WaitPhase
-from kvtier.tiers.base import Outcome
+from kvtier.residency import MissReason
 
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
 NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "40"))
@@ -295,10 +295,10 @@ class EnginePlay:
             tier.unknown -= set(asked.pop(self.random.randrange(len(asked))))
         for job_id in list(tier.promotions):
             if self.random.random() < 0.3:
-                outcome = self.random.choice((Outcome.DONE, Outcome.DONE, Outcome.DONE, Outcome.FAILED))
+                outcome = self.random.choice((None, None, None, MissReason.IO_FAILED))
                 tier.finish(job_id, outcome=outcome)
         for job_id in list(tier.demotions):
-            tier.finish(job_id, outcome=Outcome.FAILED)
+            tier.finish(job_id, outcome=MissReason.IO_FAILED)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tests.unit.tier_kit import ROW, TickingClock, Tiered, context, key, keys
 
 from kvtier.keys import OffloadKey
-from kvtier.offload import MissReason
-from kvtier.tiers.base import Outcome, TierMiss
+from kvtier.residency import MissReason
 
 # Promotions
 
@@ -24,7 +24,7 @@ def test_asking_starts_nothing_and_a_step_does() -> None:
     assert not tiered.tier.promotions
     job = tiered.submit()
     assert job is not None
-    assert [row.key for row in job.rows] == keys(1, 2, 3), "the first chunks first"
+    assert job.keys == keys(1, 2, 3), "the first chunks first"
     assert tiered.ready(1) == [None]
     assert tiered.pool.num_free == tiered.num_slots - 3
 
@@ -35,8 +35,7 @@ def test_rows_that_have_come_are_pinned_until_the_load() -> None:
     tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
-    for row, number in zip(job.rows, (1, 2), strict=True):
-        row.pieces[0][:] = bytes([number]) * ROW
+    tiered.rows[job.slots] = np.array([[1], [2]], np.uint8)
     assert tiered.is_waiting()
     tiered.tier.finish(job.job_id)
     tiered.poll()
@@ -72,7 +71,7 @@ def test_a_row_is_promoted_once_for_all_requests_that_wait() -> None:
     second = tiered.submit()
     assert first is not None
     assert second is not None
-    assert [row.key for row in second.rows] == keys(3)
+    assert second.keys == keys(3)
     tiered.tier.finish(first.job_id)
     tiered.tier.finish(second.job_id)
     tiered.poll()
@@ -114,14 +113,14 @@ def test_late_means_failed_but_not_freed() -> None:
     tiered.promote(1)
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
+    tiered.tier.finish(job.job_id, outcome=MissReason.TOO_SLOW, in_use=True)
     tiered.poll()
     assert not tiered.is_waiting()
     assert tiered.ready(1) == [False]
     assert tiered.manager.stats().doomed == 1, "a call may still write there"
     tiered.store(1)
     assert tiered.ready(1) == [True], "the key has another slot meanwhile"
-    tiered.tier.finish(job.job_id, outcome=Outcome.RETURNED)
+    tiered.tier.return_rows(job)
     tiered.poll()
     assert tiered.manager.stats().doomed == 0
     assert tiered.ready(1) == [True]
@@ -133,7 +132,7 @@ def test_slots_of_late_calls_count_as_taken() -> None:
     tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
+    tiered.tier.finish(job.job_id, outcome=MissReason.TOO_SLOW, in_use=True)
     tiered.poll()
     assert not tiered.promote(3, name="b"), "half of the pool is lost to a hung tier, and no more"
     why = tiered.manager.explain_tiers(key(3), context("b"))
@@ -146,7 +145,7 @@ def test_a_prompt_above_the_share_gets_its_leading_part() -> None:
     assert tiered.promote(*range(10))
     job = tiered.submit()
     assert job is not None
-    assert [row.key for row in job.rows] == keys(0, 1, 2, 3)
+    assert job.keys == keys(0, 1, 2, 3)
 
 
 def test_rows_that_a_request_needs_are_not_evicted_for_it() -> None:
@@ -172,7 +171,7 @@ def test_with_windows_all_or_nothing(vanishes: bool) -> None:
         return
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, 2, outcome=Outcome.FAILED)
+    tiered.tier.finish(job.job_id, 2, outcome=MissReason.IO_FAILED)
     tiered.poll()
     assert not tiered.is_waiting(), "without one row the others are of no use"
     assert tiered.pool.num_free == 8
@@ -184,7 +183,7 @@ def test_rows_behind_one_that_does_not_come_are_not_waited_for() -> None:
     tiered.promote(1, 2, 3)
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, 2, outcome=Outcome.FAILED_CHECK)
+    tiered.tier.finish(job.job_id, 2, outcome=MissReason.FAILED)
     tiered.poll()
     assert tiered.is_waiting(), "the first may still come"
     tiered.tier.finish(job.job_id, 1)
@@ -203,7 +202,7 @@ def test_the_first_tier_that_has_a_row_gives_it() -> None:
     assert [(cost.tier, cost.num_bytes) for cost in costs] == [("disk", ROW), ("object", ROW)]
     tiered.promote(1, 2)
     tiered.submit()
-    assert [[row.key for job in tier.promotions.values() for row in job.rows] for tier in tiered.tiers] == [
+    assert [[key for job in tier.promotions.values() for key in job.keys] for tier in tiered.tiers] == [
         keys(1),
         keys(2),
     ]
@@ -234,7 +233,7 @@ def test_nothing_from_before_a_reset_comes_back() -> None:
     tiered.manager.check()
     assert not tiered.is_waiting()
     (written,) = tiered.tier.demotions
-    tiered.tier.finish(written, outcome=Outcome.RESET)
+    tiered.tier.finish(written, outcome=MissReason.CLEARED)
     tiered.tier.finish(job.job_id, 2)  # it was read before, and says so after
     tiered.poll()
     assert tiered.ready(1, 2, 8) == [False] * 3
@@ -295,7 +294,7 @@ def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
 
 
 def demoted(tiered: Tiered) -> list[bytes]:
-    return [row.key for job in tiered.tier.demotions.values() for row in job.rows]
+    return [key for job in tiered.tier.demotions.values() for key in job.keys]
 
 
 def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
@@ -306,7 +305,7 @@ def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
     tiered.poll()
     assert demoted(tiered) == keys(1, 2)
     (job,) = tiered.tier.demotions.values()
-    assert [row.description for row in job.rows] == [b"told of 1", b"told of 2"]
+    assert [job.describe(at) for at in range(2)] == [b"told of 1", b"told of 2"]
     assert not tiered.can_evict(1)
     tiered.tier.finish(job.job_id)
     tiered.poll()
@@ -386,12 +385,12 @@ def test_rows_that_a_suspension_took_from_a_tier_are_offered_again(in_use: bool)
     tiered = Tiered(8)
     tiered.store(0, 1)
     tiered.poll()
-    (job,) = tiered.tier.demotions
+    (job,) = tiered.tier.demotions.values()
     away(tiered)
-    tiered.tier.finish(job, outcome=Outcome.SUSPENDED, in_use=in_use)
+    tiered.tier.finish(job.job_id, outcome=MissReason.SUSPENDED, in_use=in_use)
     tiered.poll()
     if in_use:  # a call has them, and it fails in the end
-        tiered.tier.finish(job, outcome=Outcome.RETURNED)
+        tiered.tier.return_rows(job)
         tiered.poll()
     assert tiered.pool.stats().reading == 0
     tiered.tier.held.clear()
@@ -427,7 +426,7 @@ def test_promotions_go_before_demotions_that_have_not_begun() -> None:
     tiered.promote(8, 9)
     job = tiered.submit()
     assert job is not None
-    assert [row.key for row in job.rows] == keys(8, 9)
+    assert job.keys == keys(8, 9)
     assert tiered.manager.unwritten == 1
 
 
@@ -456,7 +455,7 @@ def test_the_coldest_rows_are_written_before_they_are_evicted() -> None:
         tiered.poll()
     assert demoted(tiered) == tiered.pool.coldest(2) or set(demoted(tiered)) == {key(15), key(31)}
     tiered.tier.refuses = set(keys(*range(32)))
-    tiered.tier.finish(next(iter(tiered.tier.demotions)), outcome=Outcome.FAILED)
+    tiered.tier.finish(next(iter(tiered.tier.demotions)), outcome=MissReason.IO_FAILED)
     for _ in range(16):
         tiered.poll()
     assert demoted(tiered) == [], "nobody is asked twice because it was not wanted"
@@ -548,23 +547,23 @@ def test_an_idle_engine_is_kept_for_offers_only_while_something_moves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("miss", "reason"),
+    "reason",
     [
-        (TierMiss.EVICTED, MissReason.EVICTED),
-        (TierMiss.SUSPENDED, MissReason.SUSPENDED),
-        (TierMiss.NOT_OPEN, MissReason.NOT_OPEN),
-        (TierMiss.FAILED_CHECK, MissReason.FAILED),
-        (TierMiss.LOST, MissReason.LOST),
+        MissReason.EVICTED,
+        MissReason.SUSPENDED,
+        MissReason.NOT_OPEN,
+        MissReason.FAILED,
+        MissReason.LOST,
     ],
 )
-def test_each_tier_explains_its_misses(miss: TierMiss, reason: MissReason) -> None:
+def test_each_tier_gives_its_reason(reason: MissReason) -> None:
     tiered = Tiered(1)
     assert tiered.manager.explain_tiers(key(1), context()) == {"cpu": MissReason.NEVER_STORED}
     tiered.store(1)
     assert tiered.manager.explain_tiers(key(1), context()) == {}
     tiered.store(2)
-    tiered.tier.misses[key(1)] = miss
+    tiered.tier.misses[key(1)] = reason
     assert tiered.manager.explain_tiers(key(1), context()) == {"cpu": MissReason.EVICTED, "disk": reason}
     tiered.manager._is_namespace_known = lambda: False
     why = tiered.manager.explain_tiers(key(1), context())["disk"]
-    assert why is (MissReason.NAMESPACE_UNKNOWN if miss is TierMiss.NOT_OPEN else reason)
+    assert why is (MissReason.NAMESPACE_UNKNOWN if reason is MissReason.NOT_OPEN else reason)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason
-from kvtier.tiers.recent_keys import RecentKeys
+from kvtier.residency import BoundedKeyMap
 
 __all__ = ["MissHistory"]
 
@@ -22,8 +22,8 @@ class MissHistory:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._offers: RecentKeys[int] = RecentKeys(limit)
-        self._reasons: RecentKeys[MissReason] = RecentKeys(limit)
+        self._offers: BoundedKeyMap[int] = BoundedKeyMap(limit)
+        self._reasons: BoundedKeyMap[MissReason] = BoundedKeyMap(limit)
         # Filed on the first question: chunks leave by the thousand and few are asked about.
         self._unfiled: deque[tuple[tuple[OffloadKey, ...], MissReason]] = deque()
         self._num_unfiled = 0

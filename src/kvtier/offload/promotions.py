@@ -20,24 +20,19 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST, MissReason, PrepareStoreOutput, ReqContext
+from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRows, Outcome, Tier, TierJob, TierResult
+from kvtier.policies import Slots
+from kvtier.residency import MissReason
+from kvtier.tiers.base import Direction, RowJob, Tier, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 _SHARE = 2
 """Promotions may take one slot in this many; the other slots are for computed chunks."""
-
-_REASONS = {
-    Outcome.ABSENT: MissReason.EVICTED,
-    Outcome.FAILED_CHECK: MissReason.FAILED,
-    Outcome.FAILED: MissReason.IO_FAILED,
-    Outcome.LATE: MissReason.TOO_SLOW,
-    Outcome.SUSPENDED: MissReason.SUSPENDED,
-    Outcome.RESET: MissReason.CLEARED,
-}
 
 
 class TierCost(NamedTuple):
@@ -98,27 +93,19 @@ class WantedRows:
         return [key for key in needed[end:] if key in self.missing]
 
 
-@dataclass(slots=True, eq=False)
-class _PromotionJob:
-    """A job of one tier: the rows that it is to promote, and who wants them."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PromotionJob(RowJob):
+    """A job of one tier, who wants its rows, and what is measured of it."""
 
-    job_id: int
     tier: Tier
-    slots: dict[OffloadKey, int]
-    """The slots of the rows whose memory is lent to the tier."""
     started: float
     ahead_bytes: int
-    num_bytes: int
     wanted_by: dict[WantedRows, None] = field(default_factory=dict)
     """The requests that have waited for rows of the job, in the order in which they began to."""
     seconds: float = 0.0
-    arrived_bytes: int = 0
+    num_arrived: int = 0
     is_late: bool = False
     """Not all rows came in time, or none: the time of the whole job is not known."""
-
-    def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
-        """Return the slots of some of the job's rows."""
-        return CPULoadStoreSpec([self.slots[key] for key in keys])
 
 
 Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
@@ -134,20 +121,19 @@ class Promotions:
     def __init__(
         self,
         pool: CPUOffloadingManager,
-        piece_of: Callable[[int], memoryview],
         row_bytes: int,
         tiers: Sequence[Tier],
         reserve: Reserve,
         clock: Callable[[], float],
     ) -> None:
-        self._pool, self._piece_of, self._row_bytes = pool, piece_of, row_bytes
+        self._pool, self._row_bytes = pool, row_bytes
         self._tiers, self._reserve, self._clock = tiers, reserve, clock
         self.max_rows = max(1, pool.num_slots // _SHARE)
         self._arriving: dict[OffloadKey, _PromotionJob] = {}
         """The job that brings each row on its way."""
         self._awaited: dict[OffloadKey, int] = {}
         """How many requests wait for each row on its way, if any does."""
-        self._jobs: dict[int, _PromotionJob] = {}
+        self._jobs: set[_PromotionJob] = set()
         self._pinned: dict[OffloadKey, int] = {}
         """How many requests have each row pinned."""
         self._lent = 0  # slots of all jobs
@@ -215,42 +201,54 @@ class Promotions:
         }
         wanted = _leading(absent, holders) if not whole else list(holders)
         wanted = wanted[: self._room()]
-        taken = self._take_slots(rows, wanted, set(absent))
+        taken, slots = self._take_slots(rows, wanted, set(absent))
         if whole and len(taken) < len(absent):
-            self._free(list(taken), CPULoadStoreSpec(list(taken.values())))
+            self._free(taken, slots)
             rows.miss(absent, MissReason.NO_ROOM)
             return
-        rows.miss([key for key in absent if key not in taken], MissReason.NO_ROOM)
-        self._start_jobs(rows.request, taken, holders)
+        if len(taken) < len(absent):
+            rows.miss(set(absent).difference(taken), MissReason.NO_ROOM)
+        self._start_jobs(rows.request, taken, slots, holders)
         self._join(rows, [key for key in needed if key in self._arriving])
 
     def _take_slots(
         self, rows: WantedRows, wanted: list[OffloadKey], absent: set[OffloadKey]
-    ) -> dict[OffloadKey, int]:
-        """Take slots for rows; evict other rows, but none that the request needs."""
+    ) -> tuple[list[OffloadKey], Slots]:
+        """Take slots for rows, as many as there are; evict other rows, but none that the request needs."""
         chosen = set(wanted)
         offer = [key for key in rows.request.needed if key in chosen or key not in absent]
         output = self._reserve(offer, rows.context) if wanted else None
         if output is None or not isinstance(output.store_spec, CPULoadStoreSpec):
-            return {}
-        return dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
+            return [], np.empty(0, dtype=np.int64)
+        return output.keys_to_store, output.store_spec.block_ids
 
     def _start_jobs(
-        self, request: PromotionRequest, taken: dict[OffloadKey, int], holders: dict[OffloadKey, Tier]
+        self,
+        request: PromotionRequest,
+        keys: list[OffloadKey],
+        slots: Slots,
+        holders: Mapping[OffloadKey, Tier],
     ) -> None:
         now = self._clock()
         for tier in self._tiers:
-            slots = {key: slot for key, slot in taken.items() if holders[key] is tier}
-            if not slots:
+            positions = [at for at, key in enumerate(keys) if holders[key] is tier]
+            if not positions:
                 continue
             self._newest += 1
-            num_bytes = len(slots) * self._row_bytes
-            job = _PromotionJob(self._newest, tier, slots, now, tier.promotion_bytes, num_bytes)
-            self._jobs[job.job_id] = job
-            self._lent += len(slots)
-            self._arriving.update(dict.fromkeys(slots, job))
-            lent = LentRows(list(slots), list(slots.values()), self._piece_of)
-            tier.promote(TierJob(job.job_id, lent, now + request.io_seconds))
+            job = _PromotionJob(
+                self._newest,
+                Direction.PROMOTE,
+                [keys[at] for at in positions],
+                slots[positions],
+                now + request.io_seconds,
+                tier=tier,
+                started=now,
+                ahead_bytes=tier.promotion_bytes,
+            )
+            self._jobs.add(job)
+            self._lent += len(job)
+            self._arriving.update(dict.fromkeys(job.keys, job))
+            tier.promote(job)
 
     def _join(self, rows: WantedRows, keys: list[OffloadKey]) -> None:
         """Have a request wait for rows on their way."""
@@ -260,37 +258,36 @@ class Promotions:
         for job in {self._arriving[key] for key in keys}:
             job.wanted_by[rows] = None
 
-    def _free(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
+    def _free(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Give back slots that no call writes, and make their chunks absent."""
+        spec = CPULoadStoreSpec(slots)
         self._pool.abandon_store(keys, spec)
         self._pool.complete_store(keys, success=False, spec=spec)
 
     # -- results -----------------------------------------------------------------------------------
 
-    def has_job(self, job_id: int) -> bool:
-        """Return whether a job is a promotion that is not over."""
-        return job_id in self._jobs
-
     def take_result(self, result: TierResult) -> None:
         """Process a result for some rows of a job."""
-        job, keys = self._jobs[result.job_id], list(result.keys)
-        spec = job.spec(keys)
+        job, keys = result.job, result.keys
+        if not isinstance(job, _PromotionJob):
+            raise IntegrityError(f"promotions: expected a result of their own job, got one of {job.job_id}")
+        slots = job.slots_at(result.positions)
         job.seconds += result.seconds
-        if result.outcome is Outcome.RETURNED:
-            self._pool.complete_store(keys, success=False, spec=spec)
-        elif result.outcome is Outcome.DONE:
-            job.arrived_bytes += result.nbytes
-            self._pool.complete_store(keys, spec=spec)
+        if result.returned:
+            self._pool.complete_store(keys, success=False, spec=CPULoadStoreSpec(slots))
+        elif result.outcome is None:
+            job.num_arrived += len(keys)
+            self._pool.complete_store(keys, spec=CPULoadStoreSpec(slots))
             self._deliver(job, keys)
         else:
-            job.is_late |= result.outcome is Outcome.LATE
+            job.is_late |= result.outcome is MissReason.TOO_SLOW
             if result.in_use:
-                self._pool.abandon_store(keys, spec)
+                self._pool.abandon_store(keys, CPULoadStoreSpec(slots))
             else:
-                self._free(keys, spec)
-            self._miss(job, keys, _REASONS[result.outcome])
+                self._free(keys, slots)
+            self._miss(job, keys, result.outcome)
         if not result.in_use:
-            self._forget(job, keys)
+            self._forget(job, result.positions)
 
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Pin arrived rows for each request that waits for them."""
@@ -335,24 +332,22 @@ class Promotions:
                 del rows.missing[key]
         return [(rows, theirs) for rows, theirs in waited if theirs]
 
-    def _forget(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
-        """Remove rows from a job once their memory is ours again; record the time of a job that is over."""
-        for key in keys:
-            del job.slots[key]
-        self._lent -= len(keys)
-        if job.slots:
+    def _forget(self, job: _PromotionJob, positions: list[int]) -> None:
+        """Remove rows from a job once their memory is ours again; measure the time of a job that is over."""
+        job.lent.difference_update(positions)
+        self._lent -= len(positions)
+        if job.lent:
             return
-        del self._jobs[job.job_id]
-        waited = self._clock() - job.started
+        self._jobs.discard(job)
+        waited, arrived_bytes = self._clock() - job.started, job.num_arrived * self._row_bytes
         if job.is_late:
-            self._times.append(
-                PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True)
-            )
-        elif job.arrived_bytes:
+            num_bytes = len(job) * self._row_bytes + job.ahead_bytes
+            self._times.append(PromotionTime(job.tier.name, num_bytes, waited, lost=True))
+        elif arrived_bytes:
             # The calls' sum counts parallel threads; the whole wait includes queue and steps. Use the less.
-            share = job.arrived_bytes / (job.arrived_bytes + job.ahead_bytes)
+            share = arrived_bytes / (arrived_bytes + job.ahead_bytes)
             seconds = min(job.seconds, waited * share) or waited * share
-            self._times.append(PromotionTime(job.tier.name, job.arrived_bytes, seconds, lost=False))
+            self._times.append(PromotionTime(job.tier.name, arrived_bytes, seconds, lost=False))
 
     def take_times(self) -> list[PromotionTime]:
         """Take the times of the promotions that ended since the last call."""
@@ -364,7 +359,7 @@ class Promotions:
     def give_up(self, rows: WantedRows) -> None:
         """Stop waiting for rows at a request's deadline. Rows that have come are no longer pinned."""
         for job in {self._arriving[key] for key in rows.missing}:
-            job.is_late |= not job.arrived_bytes
+            job.is_late |= not job.num_arrived
             late = [key for key in rows.missing if self._arriving[key] is job]
             rows.miss(late, MissReason.TOO_SLOW, job.tier.name)
         self.release(rows)
@@ -399,18 +394,19 @@ class Promotions:
                 del self._awaited[key]
                 unwanted.setdefault(self._arriving[key], []).append(key)
         for job, theirs in unwanted.items():
-            withdrawn = job.tier.withdraw(job.job_id, theirs)
+            withdrawn = job.tier.withdraw(job, job.positions_of(theirs))
             if withdrawn:
-                self._take_arrived(job, withdrawn)
-                self._free(withdrawn, job.spec(withdrawn))
+                keys = job.keys_at(withdrawn)
+                self._take_arrived(job, keys)
+                self._free(keys, job.slots_at(withdrawn))
                 self._forget(job, withdrawn)
 
     def check(self, wanted: Sequence[WantedRows]) -> None:
         """Raise `IntegrityError` if the records do not agree. `wanted` are the rows of all requests."""
         pinned = Counter(key for rows in wanted for keys, _ in rows.pins for key in keys)
         awaited = Counter(key for rows in wanted for key in rows.missing)
-        lent = sum(len(job.slots) for job in self._jobs.values())
-        arriving = self._arriving.items()
+        lent = sum(len(job.lent) for job in self._jobs)
+        coming = {key for job in self._jobs for key in job.keys_at(sorted(job.lent))}
         for holds, rule in (
             (pinned == self._pinned, "every pin belongs to a request"),
             (awaited == self._awaited, "requests that wait for a row are counted"),
@@ -420,7 +416,7 @@ class Promotions:
                 "a job knows the requests that wait for its rows",
             ),
             (lent == self._lent >= len(self._arriving), "slots lent to tiers are counted"),
-            (all(key in job.slots for key, job in arriving), "rows come into their slots"),
+            (coming.issuperset(self._arriving), "rows come into their slots"),
             (self._lent + len(self._pinned) <= self.max_rows, "promotions keep to their share"),
         ):
             if not holds:

@@ -43,7 +43,7 @@ from kvtier.offload.demotions import Demotions, DescribeChunks
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions
 from kvtier.offload.waits import TierWaits
-from kvtier.tiers.base import Outcome, Tier, TierMiss, TierResult, TierStats
+from kvtier.tiers.base import Direction, RowBuffer, Tier, TierResult, TierStats
 from kvtier.transfer.base import LoadStoreSpec
 
 logger = logging.getLogger(__name__)
@@ -57,20 +57,6 @@ _AHEAD_MOST = 1024
 """The most rows to write ahead in a pool of any size: enough for some steps, and a bound on the search."""
 _AHEAD_POLLS = 8
 """The number of steps between two searches for the coldest rows."""
-
-_REASONS = {
-    TierMiss.NEVER_STORED: MissReason.NEVER_STORED,
-    TierMiss.WRITING: MissReason.WRITING,
-    TierMiss.EVICTED: MissReason.EVICTED,
-    TierMiss.REFUSED: MissReason.REFUSED,
-    TierMiss.FAILED: MissReason.IO_FAILED,
-    TierMiss.FAILED_CHECK: MissReason.FAILED,
-    TierMiss.CLEARED: MissReason.CLEARED,
-    TierMiss.LOST: MissReason.LOST,
-    TierMiss.SUSPENDED: MissReason.SUSPENDED,
-    TierMiss.NOT_OPEN: MissReason.NOT_OPEN,
-    TierMiss.NO_ANSWER: MissReason.TOO_SLOW,
-}
 
 
 class ConfiguredTier(NamedTuple):
@@ -99,16 +85,14 @@ class TieredOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.tiers = pool, [tier for tier, _ in tiers]
-        self._rows, self._slot_bytes = rows, rows.shape[1]
-        self._row_bytes = self._slot_bytes if row_bytes is None else row_bytes
-        self._memory: memoryview = rows.reshape(-1).data
+        row_bytes = rows.shape[1] if row_bytes is None else row_bytes
+        self._buffer = RowBuffer(rows.reshape(-1).data, rows.shape[1], row_bytes)
         self._write_through_tiers = [tier for tier, write in tiers if write == "through"]
         self._write_ahead_tiers = [tier for tier, write in tiers if write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
-        row_bytes, piece_of = self._row_bytes, self._piece
-        self.promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self.reserve, clock)
+        self.promotions = Promotions(pool, row_bytes, self.tiers, self.reserve, clock)
         self.waits = TierWaits(self.promotions, self.tiers, row_bytes, clock)
-        self._demotions = Demotions(pool, piece_of, row_bytes, self.tiers, store_deadline, clock)
+        self._demotions = Demotions(pool, row_bytes, self.tiers, store_deadline, clock)
         self._offered_ahead: set[OffloadKey] = set()
         """The coldest chunks of the last search: a tier that did not take them is not asked again."""
         self.tier_times = {
@@ -119,7 +103,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._is_closed = False
         self.combined_lookup = CombinedLookup(self)
         for tier in self.tiers:
-            tier.lend(self._memory)
+            tier.set_buffer(self._buffer)
 
     def describe_with(self, describe: DescribeChunks) -> None:
         """Have tiers keep the event stream's description of each chunk."""
@@ -215,19 +199,21 @@ class TieredOffloadingManager(OffloadingManager):
         """Process the tiers' results, end waits that are over, and submit demotions."""
         for tier in self.tiers:
             for result in tier.poll():
-                self._record_time(tier, result)
-                jobs = self.promotions if result.job_id > 0 else self._demotions
-                if jobs.has_job(result.job_id):
-                    jobs.take_result(result)
+                self._measure(tier, result)
+                job = result.job
+                if not job.lent.issuperset(result.positions):
+                    logger.error("%s: a result of rows of job %d that are over", tier.name, job.job_id)
+                elif job.direction is Direction.PROMOTE:
+                    self.promotions.take_result(result)
                 else:
-                    logger.error("%s: a result of job %d, which is over", tier.name, result.job_id)
+                    self._demotions.take_result(result)
         self.waits.poll()
         self._write_ahead()
         self._demotions.submit()
 
-    def _record_time(self, tier: Tier, result: TierResult) -> None:
-        if result.outcome is Outcome.DONE and result.nbytes:
-            direction = "promote" if result.job_id > 0 else "demote"
+    def _measure(self, tier: Tier, result: TierResult) -> None:
+        if result.outcome is None and not result.returned:
+            direction = "promote" if result.job.direction is Direction.PROMOTE else "demote"
             self.tier_times[direction][tier.name].observe(result.seconds)
 
     def _write_ahead(self) -> None:
@@ -276,17 +262,13 @@ class TieredOffloadingManager(OffloadingManager):
         miss = tier.explain(key)
         if miss is None:
             return MissReason.NOT_WORTH_LOADING
-        if miss is TierMiss.NOT_OPEN and not self._is_namespace_known():
+        if miss is MissReason.NOT_OPEN and not self._is_namespace_known():
             return MissReason.NAMESPACE_UNKNOWN
-        return _REASONS[miss]
+        return miss
 
     def take_events(self) -> list[OffloadingEvent]:
         """Drain the changes of all tiers and the pool, the lowest tier first."""
-        below = [
-            OffloadingEvent(list(change.keys), change.medium, change.removed, change.descriptions)
-            for tier in reversed(self.tiers)
-            for change in tier.take_events()
-        ]
+        below = [event for tier in reversed(self.tiers) for event in tier.take_events()]
         return below + self.pool.take_events()
 
     def stats(self) -> ManagerStats:
@@ -352,11 +334,7 @@ class TieredOffloadingManager(OffloadingManager):
         ended = [tier.close(max(0.0, until - self._clock())) for tier in self.tiers]
         if all(ended):
             # Else a call still uses the memory, which is freed with the process.
-            self._rows, self._memory = self._rows[:0], memoryview(b"")
-
-    def _piece(self, slot: int) -> memoryview:
-        start = slot * self._slot_bytes
-        return self._memory[start : start + self._row_bytes]
+            self._buffer.release()
 
 
 class CombinedLookup:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.recent_keys import RecentKeys
+from kvtier.residency import BoundedKeyMap
 
 __all__ = ["KnownRows", "Question", "Questions"]
 
@@ -117,7 +117,7 @@ class KnownRows:
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._heard: RecentKeys[_LastHeard] = RecentKeys(limit)
+        self._heard: BoundedKeyMap[_LastHeard] = BoundedKeyMap(limit)
         self._trusted_since = float("-inf")
 
     def __iter__(self) -> Iterator[OffloadKey]:
@@ -125,7 +125,7 @@ class KnownRows:
 
     def note(self, keys: list[OffloadKey], *, is_there: bool) -> None:
         """Note the newest answer about rows."""
-        self._heard.note(keys, _LastHeard(is_there, self._clock()))
+        self._heard.record(keys, _LastHeard(is_there, self._clock()))
 
     def doubt(self) -> None:
         """Stop trusting every earlier yes: the server may have lost all rows."""

@@ -31,7 +31,8 @@ from kvtier.config import DiskConfig, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
-from kvtier.tiers.base import Outcome, TierMiss, TierResult
+from kvtier.residency import MissReason
+from kvtier.tiers.base import Direction, TierResult
 from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
 from kvtier.tiers.disk.folder import (
     DiskPlace,
@@ -43,13 +44,10 @@ from kvtier.tiers.disk.folder import (
     taken_bytes,
     void_places,
 )
-from kvtier.tiers.io_threads import Direction
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
 from kvtier.tiers.write_limit import WriteLimit
-
-__all__ = ["DiskTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -413,11 +411,11 @@ class DiskTier(SlotTier):
         """Give up the files: announce that all rows are gone, and open again when that is possible."""
         for health in self._health.values():
             health.suspend("its files have vanished")
-        self._io.give_up(Outcome.FAILED, why=why)
-        for report in self._io.poll():
-            self._settle(report)
+        self._io.give_up(MissReason.IO_FAILED, why=why)
+        for result in self._io.poll():
+            self._settle(result)
         self._to_announce = _NO_SLOTS
-        self._forget_all(TierMiss.LOST)
+        self._forget_all(MissReason.LOST)
         if self._io.stuck_rows() or self._io.open_calls:
             return  # calls still use the old slots and files: try again at the next poll
         self._lost = None
