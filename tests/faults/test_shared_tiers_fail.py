@@ -47,7 +47,7 @@ from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.residency import MissReason
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer
-from kvtier.tiers import server_questions
+from kvtier.tiers import remote_lookups
 from kvtier.tiers.base import Backend, Tier
 from kvtier.tiers.factory import open_backend
 from kvtier.tiers.shared_tier import SharedTier
@@ -254,7 +254,7 @@ def play(seed: int, max_steps: int = 6000, real: ServerKind | None = None, **mor
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """A no is forgotten soon, too."""
     shorten_backoff(monkeypatch)
-    monkeypatch.setattr(server_questions, "_NO_SECONDS", 0.02)
+    monkeypatch.setattr(remote_lookups, "_NO_SECONDS", 0.02)
 
 
 @pytest.fixture(scope="module")

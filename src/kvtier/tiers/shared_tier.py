@@ -29,8 +29,8 @@ from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob,
 from kvtier.tiers.io_threads import say_error
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
+from kvtier.tiers.remote_lookups import InFlightLookup, InFlightLookups, PresenceCache
 from kvtier.tiers.seal import SealKey, SealScope
-from kvtier.tiers.server_questions import KnownRows, Question, Questions
 
 _LONGEST_BACKOFF = 5.0
 """The most seconds between two probes of a suspended server: a server that works again is used soon."""
@@ -86,9 +86,9 @@ class SharedTier(IOTier):
         self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
         self._place, self._told_open = place, False
-        self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # questions from before it was open
+        self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # lookups from before it was open
         self._suffix = ""  # of the last reset
-        self._known, self._questions = KnownRows(REMEMBERED, clock), Questions()
+        self._known, self._lookups = PresenceCache(REMEMBERED, clock), InFlightLookups()
         # Rows of the current scope that a call works on. No row is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()
@@ -169,78 +169,80 @@ class SharedTier(IOTier):
         known = self._known.look_up(key, now)
         if known is not None:
             return known
-        question = self._questions.get(key)
-        if question is not None:
-            return None if now < question.deadline else False
-        return None if self._questions.num_late == 0 else False
+        lookup = self._lookups.get(key)
+        if lookup is not None:
+            return None if now < lookup.deadline else False
+        return None if self._lookups.num_late == 0 else False
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         if self.is_awaited():
             self._unasked.append((keys, deadline))
-        if not self._is_readable() or self._questions.num_late:
+        if not self._is_readable() or self._lookups.num_late:
             return
         new: list[OffloadKey] = []
         for key, found in zip(keys, self.lookup_many(keys), strict=True):
-            if (question := self._questions.get(key)) is not None:
-                question.deadline = max(question.deadline, deadline)
+            if (lookup := self._lookups.get(key)) is not None:
+                lookup.deadline = max(lookup.deadline, deadline)
             elif found is None:
                 new.append(key)
         if new:
-            question = self._questions.add(new, self._scope.number, deadline)
+            lookup = self._lookups.add(new, self._scope.number, deadline)
             self._counts["questions"] += 1
             self._io.call(
-                lambda: self._search(question), lambda value, error: self._answer(question, value, error)
+                lambda: self._search(lookup), lambda value, error: self._answer(lookup, value, error)
             )
 
-    def _search(self, question: Question) -> FoundPrefix | None:
-        """Search for the chunks, unless the question is late already. On an I/O thread."""
+    def _search(self, lookup: InFlightLookup) -> FoundPrefix | None:
+        """Search for the chunks, unless the lookup is late already. On an I/O thread."""
         began, backend = self._clock(), self._io.backend
-        if question.is_late or backend is None:
+        if lookup.is_late or backend is None:
             return None
-        question.began = began
-        rows = [BackendRow(key, (), scope=question.scope) for key in question.keys]
+        lookup.began = began
+        rows = [BackendRow(key, (), scope=lookup.scope) for key in lookup.keys]
         calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.run_soon)
         try:
-            return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
+            return search_prefix(calls.contains, rows, calls.width, lambda: not lookup.is_late)
         finally:
-            question.seconds = self._clock() - began
+            lookup.seconds = self._clock() - began
 
-    def _answer(self, question: Question, found: FoundPrefix | None, error: BaseException | None) -> None:
-        """Process the answer to a question, even a late one."""
-        self._questions.forget(question)
-        if question.scope != self._scope.number:
+    def _answer(
+        self, lookup: InFlightLookup, found: FoundPrefix | None, error: BaseException | None
+    ) -> None:
+        """Process the answer to a lookup, even a late one."""
+        self._lookups.forget(lookup)
+        if lookup.scope != self._scope.number:
             return
         if error is not None:
-            self._note_failure(Direction.PROMOTE, say_error(error), question.seconds)
-            self._note_absent(question.keys, MissReason.TOO_SLOW)
+            self._note_failure(Direction.PROMOTE, say_error(error), lookup.seconds)
+            self._note_absent(lookup.keys, MissReason.TOO_SLOW)
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
             self._health[Direction.PROMOTE].note_success()
             self._note_there(
-                [key for key, is_there in zip(question.keys, found.there, strict=True) if is_there]
+                [key for key, is_there in zip(lookup.keys, found.there, strict=True) if is_there]
             )
-            absent = [key for key, is_there in zip(question.keys, found.there, strict=True) if not is_there]
-            if not question.is_late:  # else some rounds were skipped
+            absent = [key for key, is_there in zip(lookup.keys, found.there, strict=True) if not is_there]
+            if not lookup.is_late:  # else some rounds were skipped
                 evicted = [key for key in absent if self._known.was_there(key)]
                 self._note_absent(absent, MissReason.NEVER_STORED)
                 self._note_absent(evicted, MissReason.EVICTED)
 
-    def _look_after_questions(self) -> None:
-        """Give up late questions. A server that still does not answer is suspended."""
-        if not len(self._questions):
+    def _look_after_lookups(self) -> None:
+        """Give up late lookups. A server that still does not answer is suspended."""
+        if not len(self._lookups):
             return
-        if unanswered := self._questions.take_late(self._clock()):
+        if unanswered := self._lookups.take_late(self._clock()):
             self._note_absent(unanswered, MissReason.TOO_SLOW)
-        for question in self._questions.late():
-            if self._is_stuck(question.began):
-                self._suspend("a question is not answered")
-                self._questions.forget(question)  # it must not block others after a successful probe
+        for lookup in self._lookups.late():
+            if self._is_stuck(lookup.began):
+                self._suspend("a lookup is not answered")
+                self._lookups.forget(lookup)  # it must not block others after a successful probe
 
     def _note_there(self, keys: list[OffloadKey]) -> None:
-        self._known.note(keys, is_there=True)
+        self._known.record(keys, is_there=True)
 
     def _note_absent(self, keys: list[OffloadKey], reason: MissReason) -> None:
-        self._known.note(keys, is_there=False)
+        self._known.record(keys, is_there=False)
         self._misses.record(keys, reason)
 
     def explain(self, key: OffloadKey) -> MissReason | None:
@@ -255,7 +257,7 @@ class SharedTier(IOTier):
             return MissReason.SUSPENDED
         if known:
             return None
-        return MissReason.TOO_SLOW if self._questions.get(key) is not None else self._misses.get(key)
+        return MissReason.TOO_SLOW if self._lookups.get(key) is not None else self._misses.get(key)
 
     def _is_readable(self) -> bool:
         return self.is_open() and not self._closed and not self._is_suspended(Direction.PROMOTE)
@@ -308,7 +310,7 @@ class SharedTier(IOTier):
             self._misses.record(keys, MissReason.REFUSED)
 
     def poll(self) -> list[TierResult]:
-        self._look_after_questions()
+        self._look_after_lookups()
         results = super().poll()
         if not self.is_open():
             self._take_name()
@@ -434,7 +436,7 @@ class SharedTier(IOTier):
         self._known.clear()
         for rows in (self._writing, self._deleting, self._unwanted, self._reading):
             rows.clear()
-        self._questions.forget_chunks()
+        self._lookups.forget_chunks()
         self._io.give_up(MissReason.CLEARED)
 
     # -- reports and ends --------------------------------------------------------------------------
@@ -446,7 +448,7 @@ class SharedTier(IOTier):
 
     def check(self) -> None:
         super().check()
-        self._questions.check()
+        self._lookups.check()
         for holds, what in (
             (self._writing.isdisjoint(self._reading), "no row is written and read at once"),
             (
