@@ -333,10 +333,10 @@ def test_only_unknown_chunks_are_looked_up() -> None:
     assert combined.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
     assert combined.lookup_prefix(keys(1, 2, 3), context()) is None
     assert combined.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2
-    (lookup,) = waits.unknown(keys(1, 2, 3, 4, 5, 6))
+    (lookup,) = tiered.manager.promotions.unknown(keys(1, 2, 3, 4, 5, 6))
     assert (lookup.tier, lookup.keys) == (far, keys(3, 4, 5))
     assert lookup.cost == ("object", 3 * ROW, 0)
-    waits.look_up([lookup], 3, 1.0, context())
+    tiered.look_up([lookup])
     tiered.submit()
     assert waits.is_waiting(context())
     assert tiered.manager.wait_any(0.0), "an idle engine waits for the answer"
@@ -355,4 +355,4 @@ def test_tiers_get_the_whole_pool_as_their_buffer() -> None:
     assert tiered.tier.buffer is not None
     assert tiered.tier.buffer.memory is not None
     assert tiered.tier.buffer.memory.nbytes == 8 * ROW
-    assert tiered.manager.waits.unknown([key(1)]) == []
+    assert tiered.manager.promotions.unknown([key(1)]) == []

@@ -36,8 +36,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def look_up(tiered: Tiered, *numbers: int, name: str = "a") -> None:
     """Begin a lookup of chunks of which the tier does not know whether it has them."""
     tiered.tier.unknown |= set(keys(*numbers))
-    lookups = tiered.manager.waits.unknown(keys(*numbers))
-    tiered.manager.waits.look_up(lookups, len(numbers), 1.0, context(name))
+    tiered.look_up(tiered.manager.promotions.unknown(keys(*numbers)), name)
 
 
 def test_a_wait_passes_through_its_phases() -> None:
@@ -45,15 +44,16 @@ def test_a_wait_passes_through_its_phases() -> None:
     tiered.tier.held = set(keys(1, 2))
     look_up(tiered, 1, 2)
     assert phase(tiered) is WaitPhase.LOOKUP
-    assert not tiered.manager.waits.may_begin(context())
+    assert tiered.manager.waits.open(context(), 0) is None
     tiered.submit()
     tiered.poll()
     assert phase(tiered) is WaitPhase.LOOKUP
     tiered.tier.answer()
     tiered.poll()
     assert phase(tiered) is WaitPhase.IDLE
-    assert tiered.manager.waits.may_begin(context())
-    assert not tiered.manager.waits.may_look_up(context())
+    wait = tiered.manager.waits.open(context(), 0)
+    assert wait is not None
+    assert wait.is_looked_up
     tiered.promote(1, 2)
     assert phase(tiered) is WaitPhase.PROMOTION
     job = tiered.submit()
@@ -64,24 +64,23 @@ def test_a_wait_passes_through_its_phases() -> None:
     assert not tiered.manager.waits.must_wait("a")
     tiered.manager.complete_load(keys(1, 2), tiered.manager.prepare_load(keys(1, 2), context()))
     assert phase(tiered) is WaitPhase.OVER
-    assert not tiered.manager.waits.may_begin(context())
+    assert tiered.manager.waits.open(context(), 0) is None
     tiered.manager.waits.forget(context())
     assert phase(tiered) is None
-    assert tiered.manager.waits.may_look_up(context())
+    assert not tiered.wait().is_looked_up
 
 
 def test_a_wait_for_a_turn_has_one_bound(one_at_a_time: None) -> None:
     tiered = Tiered()
     tiered.poll()
     look_up(tiered, 1)
-    manager_waits = tiered.manager.waits
-    assert manager_waits.is_full()
-    assert manager_waits.await_turn(context("b"), 2.0)
+    assert tiered.manager.waits.is_full()
+    assert tiered.manager.waits.await_turn(tiered.wait("b"), 2.0)
     tiered.clock.now = 1.5
-    assert manager_waits.await_turn(context("b"), 2.0), "the first call has set the deadline"
-    assert manager_waits.must_wait("b")
+    assert tiered.manager.waits.await_turn(tiered.wait("b"), 2.0), "the first call has set the deadline"
+    assert tiered.manager.waits.must_wait("b")
     tiered.clock.now = 2.0
-    assert not manager_waits.must_wait("b")
+    assert not tiered.manager.waits.must_wait("b")
     assert phase(tiered, "b") is WaitPhase.OVER
 
 
@@ -94,7 +93,7 @@ def test_a_turn_after_a_lookup_keeps_the_deadline_of_the_lookup(one_at_a_time: N
     tiered.poll()
     look_up(tiered, 2, name="b")  # it takes the only place
     tiered.clock.now = 0.5
-    assert tiered.manager.waits.await_turn(context(), 100.0)
+    assert tiered.manager.waits.await_turn(tiered.wait(), 100.0)
     tiered.clock.now = 1.0
     assert not tiered.manager.waits.must_wait("a")
     assert phase(tiered) is WaitPhase.OVER
@@ -104,8 +103,8 @@ def test_a_request_that_skips_its_lookup_may_wait_for_its_turn(one_at_a_time: No
     tiered = Tiered()
     tiered.poll()
     look_up(tiered, 1, name="b")
-    tiered.manager.waits.skip_lookup(context())
-    assert tiered.manager.waits.await_turn(context(), 1.0)
+    tiered.manager.waits.skip_lookup(tiered.wait())
+    assert tiered.manager.waits.await_turn(tiered.wait(), 1.0)
 
 
 def test_a_wait_that_is_forgotten_before_its_submission_starts_nothing() -> None:

@@ -170,11 +170,10 @@ class Play:
         """Have tiers asked about chunks of which they have forgotten whether they have them."""
         name, chunks = f"r{self.random.randrange(5)}", keys(*self.some(12))
         self.random.choice(self.tiered.tiers).unknown = set(self.random.sample(chunks, len(chunks) // 2))
-        waits = self.tiered.manager.waits
-        lookups = waits.unknown(chunks)
+        lookups = self.tiered.manager.promotions.unknown(chunks)
         if lookups and not self.is_waiting(name):
             self.names.add(name)
-            waits.look_up(lookups, len(chunks), 1.0, context(name))
+            self.tiered.look_up(lookups, name)
             self.counts["lookups"] += 1
 
     def is_waiting(self, name: str) -> bool:

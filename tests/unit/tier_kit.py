@@ -10,8 +10,9 @@ from tests.unit.connector_kit import Clock
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.offload.promotions import PromotionRequest
+from kvtier.offload.promotions import PromotionRequest, RemoteLookup
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
+from kvtier.offload.waits import TierWait
 from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.testing.manager_suite import key, keys
 from kvtier.tiers.base import MEDIUM_STORAGE, RowBuffer, RowJob, Tier, TierResult, TierStats
@@ -225,8 +226,21 @@ class Tiered:
         self, *numbers: int, name: str = "a", wait_budget: float = 10.0, whole: bool = False
     ) -> bool:
         """Begin the promotion of chunks for a request."""
-        request = PromotionRequest(keys(*numbers), wait_budget, wait_budget, whole)
-        return self.manager.waits.promote(request, context(name))
+        request = PromotionRequest(context(name), keys(*numbers), wait_budget, whole)
+        return self.manager.waits.promote(self.wait(name), request, wait_budget)
+
+    def look_up(self, lookups: list[RemoteLookup], name: str = "a") -> None:
+        """Begin lookups in tiers for a request."""
+        self.manager.waits.look_up(self.wait(name), lookups, 1, 1.0)
+
+    def wait(self, name: str = "a") -> TierWait:
+        """Return the wait of a request, a new one if its last one is over, as after a preemption."""
+        wait = self.manager.waits.open(context(name), 0)
+        if wait is None:
+            self.manager.waits.forget(context(name))
+            wait = self.manager.waits.open(context(name), 0)
+            assert wait is not None
+        return wait
 
     def submit(self) -> RowJob | None:
         """Begin a step's promotions; return the newest job."""

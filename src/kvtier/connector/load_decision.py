@@ -41,6 +41,7 @@ from kvtier.keys import OffloadKey
 from kvtier.offload.base import ChunkLookup, OffloadingManager
 from kvtier.offload.promotions import PromotionRequest
 from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.offload.waits import TierWait
 
 _UNKNOWN_BUDGET = 0.05  # seconds to wait for a chunk while the cost of computing it is not known
 _LEAST_BUDGET = 0.05  # seconds; an arrival is seen only when a step ends, and no step is much shorter
@@ -299,22 +300,19 @@ class PromotionDecision:
 
         If so, its wait for its turn, for a lookup or for a promotion begins.
         """
-        context = state.context
-        if limit <= here.end or context.stays_in_pool or not self._waits.may_begin(context):
+        if limit <= here.end or state.context.stays_in_pool:
             return False  # a row below the pool that has the key of a chunk that stays may be of another
-        self._waits.count_chunks(sum(len(group.keys) for group in state.groups))
+        wait = self._waits.open(state.context, state.num_chunks)
+        if wait is None:
+            return False
         there = match_prefix(self._geometry, self._manager.combined_lookup, state, limit)
-        if there.pending and self._waits.may_look_up(context) and self._begin_lookup(state, there, limit):
+        if there.pending and not wait.is_looked_up and self._begin_lookup(state, wait, there, limit):
             return True
         if there.end <= here.end:
             return False
         if self._waits.is_full():
-            return self._waits.await_turn(context, self._turn_budget(there.end - here.end))
-        request = self._choose(state, here, there)
-        if request is None:
-            self._waits.skip_promotion(context)
-            return False
-        return self._waits.promote(request, context)
+            return self._waits.await_turn(wait, self._turn_budget(there.end - here.end))
+        return self._begin_promotion(state, wait, here, there)
 
     def _turn_budget(self, tokens: int) -> float:
         """Return how long a request waits for its turn: no longer than computing `tokens` would take."""
@@ -322,17 +320,17 @@ class PromotionDecision:
         deadline = self._settings.load_deadline
         return deadline if compute is None else min(deadline, compute)
 
-    def _begin_lookup(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
+    def _begin_lookup(self, state: RequestState, wait: TierWait, there: PrefixMatch, limit: int) -> bool:
         """Return whether a request should wait for tiers to find out which chunks beyond `there` they have.
 
         If so, that wait, or the wait for its turn, begins.
         """
         end = limit // self._geometry.alignment * self._geometry.alignment
-        lookups = self._waits.unknown(self._chunks(state, there.end, end))
+        lookups = self._promotions.unknown(self._chunks(state, there.end, end))
         if not lookups:
             return False
         if self._waits.is_full():
-            return self._waits.await_turn(state.context, self._turn_budget(end - there.end))
+            return self._waits.await_turn(wait, self._turn_budget(end - there.end))
         budget, ahead = self._settings.load_deadline, self._prefill.ahead_of(state.view.request_id)
         compute = self._cost.compute_seconds(end - there.end + ahead)
         if self._settings.load_if_faster and compute is not None:
@@ -340,11 +338,10 @@ class PromotionDecision:
             answer = self._cost.lookup_seconds(tiers)
             bring = self._cost.promotion_seconds([lookup.cost for lookup in lookups])
             if answer is not None and not self._cost.worth_asking(tiers, answer + (bring or 0.0), compute):
-                self._waits.skip_lookup(state.context)
+                self._waits.skip_lookup(wait)
                 return False
             budget = min(budget, compute)
-        num_chunks = sum(len(group.keys) for group in state.groups)
-        self._waits.look_up(lookups, num_chunks, budget, state.context)
+        self._waits.look_up(wait, lookups, state.num_chunks, budget)
         return True
 
     def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:
@@ -369,8 +366,10 @@ class PromotionDecision:
             return match._replace(pending=False)
         return match
 
-    def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> PromotionRequest | None:
-        """Return the promotion that a request wants, or `None` if computing is expected to be faster."""
+    def _begin_promotion(
+        self, state: RequestState, wait: TierWait, here: PrefixMatch, there: PrefixMatch
+    ) -> bool:
+        """Return whether a request should wait for rows; not if computing is expected to be faster."""
         needed = self._needed(state, there)
         costs = self._promotions.costs(needed)
         expected = self._cost.promotion_seconds(costs)
@@ -380,9 +379,11 @@ class PromotionDecision:
         if self._settings.load_if_faster and expected is not None and compute is not None:
             load = self._cost.load_seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
             if not self._cost.worth_promoting([cost.tier for cost in costs], expected + load, compute):
-                return None
+                self._waits.skip_promotion(wait)
+                return False
             budget = max(_LEAST_BUDGET, compute)
-        return PromotionRequest(needed, budget, deadline, whole=bool(self._geometry.windowed))
+        request = PromotionRequest(state.context, needed, deadline, whole=bool(self._geometry.windowed))
+        return self._waits.promote(wait, request, budget)
 
     def _needed(self, state: RequestState, match: PrefixMatch) -> list[OffloadKey]:
         """Return the chunks of a match, those of windowed groups first."""
@@ -426,7 +427,7 @@ class PromotionDecision:
                 self.keep_estimates()
         for answer in self._waits.take_lookup_times():
             estimate = self._cost.lookup_estimate(answer.tier)
-            (estimate.learn_lost if answer.lost else estimate.learn)(1, answer.seconds)
+            (estimate.learn_lost if answer.lost else estimate.learn)(answer.num_bytes, answer.seconds)
         self._recall_estimates()
 
     def _recall_estimates(self) -> None:

@@ -246,6 +246,11 @@ class RequestState:
         for group in self.groups:
             group.extend_keys(hashes)
 
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of all groups that have a key."""
+        return sum(len(group.keys) for group in self.groups)
+
     def all_keys(self) -> list[OffloadKey]:
         """Return the keys of all groups from the head of the prefix to its tail."""
         if len(self.groups) == 1:

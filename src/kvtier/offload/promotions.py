@@ -2,11 +2,10 @@
 
     start --> on their way --results--> pinned --> ordinary ready rows
 
-Which requests want rows, and until when, is known to `offload.waits`; here a request is its `WantedRows`. A
-row is promoted once, however many requests want it. It stays pinned for each of them until that request
-releases it, and is then an ordinary ready row. When no request wants a row any more, it is withdrawn if its
-I/O has not begun, and else kept when it arrives. Slots that a late call may still write stay out of use
-until the call has returned.
+How long a request waits for its rows is decided by `offload.waits`. A row is promoted once, however many
+requests want it. It stays pinned for each of them until that request releases it, and is then an ordinary
+ready row. When no request wants a row any more, it is withdrawn if its I/O has not begun, and else kept
+when it arrives. Slots that a late call may still write stay out of use until the call has returned.
 
 The slots that promotions take of the pool are bounded: rows on their way, rows pinned, and slots that calls
 have not given back. Scheduler thread only; nothing blocks.
@@ -44,8 +43,8 @@ class TierCost(NamedTuple):
     """The bytes of promotions that the tier has to do first."""
 
 
-class PromotionTime(NamedTuple):
-    """The time of a promotion. If `lost`, it was given up after `seconds`, and would have taken longer."""
+class TierTime(NamedTuple):
+    """The time of a promotion or a lookup. If `lost`, it was given up, and would have taken longer."""
 
     tier: str
     num_bytes: int
@@ -53,28 +52,37 @@ class PromotionTime(NamedTuple):
     lost: bool
 
 
-class PromotionRequest(NamedTuple):
-    """The chunks that a request wants in the pool.
+class RemoteLookup(NamedTuple):
+    """Chunks of a prefix, from its head on, that a tier may have; and the cost of promoting all of them."""
 
-    `needed` are all chunks of its load, the most useful first. The request waits for `wait_budget` seconds
-    at most, and a tier may take `io_seconds` for its part. If `whole`, the request needs all chunks or none.
-    """
+    tier: Tier
+    keys: list[OffloadKey]
+    cost: TierCost
 
-    needed: list[OffloadKey]
-    wait_budget: float
-    io_seconds: float
-    whole: bool = False
+    def is_answered(self) -> bool:
+        """Return whether the tier knows of each chunk whether it has it.
+
+        While the first key has no answer, the other keys are not looked at.
+        """
+        return self.tier.lookup(self.keys[0]) is not None and None not in self.tier.lookup_many(self.keys)
 
 
 @dataclass(slots=True, eq=False)
-class WantedRows:
-    """The rows of one request's promotion: those on their way, those pinned, and those that do not come."""
+class PromotionRequest:
+    """The rows that a request wants in the pool, and what has become of them.
 
-    request: PromotionRequest
+    `needed` are all chunks of its load, the most useful first. A tier may take `io_seconds` for its part. If
+    `whole`, the request needs all chunks or none.
+    """
+
     context: ReqContext
+    needed: list[OffloadKey]
+    io_seconds: float
+    whole: bool = False
     missing: dict[OffloadKey, None] = field(default_factory=dict)
     """The rows on their way that the request waits for, the most useful first."""
     pins: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = field(default_factory=list)
+    """The rows that have come."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each row has come from."""
     reasons: dict[OffloadKey, tuple[str, MissReason]] = field(default_factory=dict)
@@ -86,11 +94,10 @@ class WantedRows:
 
     def useless(self) -> list[OffloadKey]:
         """Return the awaited rows that are useless because an earlier row will not come."""
-        needed = self.request.needed
-        if self.request.whole:
+        if self.whole:
             return list(self.missing)
-        end = next((at for at, key in enumerate(needed) if key in self.reasons), len(needed))
-        return [key for key in needed[end:] if key in self.missing]
+        end = next((at for at, key in enumerate(self.needed) if key in self.reasons), len(self.needed))
+        return [key for key in self.needed[end:] if key in self.missing]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -100,7 +107,7 @@ class _PromotionJob(RowJob):
     tier: Tier
     started: float
     ahead_bytes: int
-    wanted_by: dict[WantedRows, None] = field(default_factory=dict)
+    wanted_by: dict[PromotionRequest, None] = field(default_factory=dict)
     """The requests that have waited for rows of the job, in the order in which they began to."""
     seconds: float = 0.0
     num_arrived: int = 0
@@ -138,7 +145,7 @@ class Promotions:
         """How many requests have each row pinned."""
         self._lent = 0  # slots of all jobs
         self._newest = 0
-        self._times: list[PromotionTime] = []
+        self._times: list[TierTime] = []
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -178,11 +185,25 @@ class Promotions:
             if tier in holders or tier in busy
         ]
 
-    def has_room(self, rows: WantedRows) -> bool:
+    def unknown(self, keys: Sequence[OffloadKey]) -> list[RemoteLookup]:
+        """Return, for each tier, the chunks that it may have and that no other tier is known to have."""
+        keys = self.absent(keys)
+        answers = [tier.lookup_many(keys) for tier in self._tiers]
+        known = [any(found) for found in zip(*answers, strict=True)]
+        lookups = []
+        for tier, answer in zip(self._tiers, answers, strict=True):
+            found = zip(keys, answer, known, strict=True)
+            left = [key for key, is_held, is_known in found if is_held is None and not is_known]
+            if left:
+                cost = TierCost(tier.name, len(left) * self._row_bytes, tier.promotion_bytes)
+                lookups.append(RemoteLookup(tier, left, cost))
+        return lookups
+
+    def has_room(self, request: PromotionRequest) -> bool:
         """Return whether rows that a request wants can be promoted, at least the leading part of them."""
-        absent, room = self.absent(rows.request.needed), self._room()
-        if absent and (room == 0 or (rows.request.whole and room < len(absent))):
-            rows.miss(absent, MissReason.NO_ROOM)
+        absent, room = self.absent(request.needed), self._room()
+        if absent and (room == 0 or (request.whole and room < len(absent))):
+            request.miss(absent, MissReason.NO_ROOM)
             return False
         return True
 
@@ -191,33 +212,32 @@ class Promotions:
 
     # -- starting ----------------------------------------------------------------------------------
 
-    def start(self, rows: WantedRows) -> None:
+    def start(self, request: PromotionRequest) -> None:
         """Take slots for rows that a request wants, as far as there is room, and have tiers fill them."""
-        needed, whole = rows.request.needed, rows.request.whole
-        self._pool.touch(needed, rows.context)  # so that they stay until the others have come
-        absent = self.absent(needed)
+        self._pool.touch(request.needed, request.context)  # so that they stay until the others have come
+        absent = self.absent(request.needed)
         holders = {
             key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None
         }
-        wanted = _leading(absent, holders) if not whole else list(holders)
+        wanted = _leading(absent, holders) if not request.whole else list(holders)
         wanted = wanted[: self._room()]
-        taken, slots = self._take_slots(rows, wanted, set(absent))
-        if whole and len(taken) < len(absent):
+        taken, slots = self._take_slots(request, wanted, set(absent))
+        if request.whole and len(taken) < len(absent):
             self._free(taken, slots)
-            rows.miss(absent, MissReason.NO_ROOM)
+            request.miss(absent, MissReason.NO_ROOM)
             return
         if len(taken) < len(absent):
-            rows.miss(set(absent).difference(taken), MissReason.NO_ROOM)
-        self._start_jobs(rows.request, taken, slots, holders)
-        self._join(rows, [key for key in needed if key in self._arriving])
+            request.miss(set(absent).difference(taken), MissReason.NO_ROOM)
+        self._start_jobs(request, taken, slots, holders)
+        self._join(request, [key for key in request.needed if key in self._arriving])
 
     def _take_slots(
-        self, rows: WantedRows, wanted: list[OffloadKey], absent: set[OffloadKey]
+        self, request: PromotionRequest, wanted: list[OffloadKey], absent: set[OffloadKey]
     ) -> tuple[list[OffloadKey], Slots]:
         """Take slots for rows, as many as there are; evict other rows, but none that the request needs."""
         chosen = set(wanted)
-        offer = [key for key in rows.request.needed if key in chosen or key not in absent]
-        output = self._reserve(offer, rows.context) if wanted else None
+        offer = [key for key in request.needed if key in chosen or key not in absent]
+        output = self._reserve(offer, request.context) if wanted else None
         if output is None or not isinstance(output.store_spec, CPULoadStoreSpec):
             return [], np.empty(0, dtype=np.int64)
         return output.keys_to_store, output.store_spec.block_ids
@@ -250,13 +270,13 @@ class Promotions:
             self._arriving.update(dict.fromkeys(job.keys, job))
             tier.promote(job)
 
-    def _join(self, rows: WantedRows, keys: list[OffloadKey]) -> None:
+    def _join(self, request: PromotionRequest, keys: list[OffloadKey]) -> None:
         """Have a request wait for rows on their way."""
-        rows.missing = dict.fromkeys(keys)
+        request.missing = dict.fromkeys(keys)
         for key in keys:
             self._awaited[key] = self._awaited[key] + 1 if key in self._awaited else 1
         for job in {self._arriving[key] for key in keys}:
-            job.wanted_by[rows] = None
+            job.wanted_by[request] = None
 
     def _free(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Give back slots that no call writes, and make their chunks absent."""
@@ -291,20 +311,20 @@ class Promotions:
 
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Pin arrived rows for each request that waits for them."""
-        for rows, theirs in self._take_arrived(job, keys):
-            found = self._pool.lookup_many(theirs, rows.context)
+        for request, theirs in self._take_arrived(job, keys):
+            found = self._pool.lookup_many(theirs, request.context)
             ready = list(compress(theirs, found))  # none after a reset
             if ready:
-                rows.pins.append((ready, self._pool.prepare_load(ready, rows.context)))
-                rows.sources.update(dict.fromkeys(ready, job.tier.name))
+                request.pins.append((ready, self._pool.prepare_load(ready, request.context)))
+                request.sources.update(dict.fromkeys(ready, job.tier.name))
                 for key in ready:
                     self._pinned[key] = self._pinned[key] + 1 if key in self._pinned else 1
 
     def _miss(self, job: _PromotionJob, keys: list[OffloadKey], reason: MissReason) -> None:
         """Record that rows will not come. Requests stop waiting for them, and for useless rows behind."""
-        for rows, theirs in self._take_arrived(job, keys):
-            rows.miss(theirs, reason, job.tier.name)
-            self._stop_waiting(rows, rows.useless())
+        for request, theirs in self._take_arrived(job, keys):
+            request.miss(theirs, reason, job.tier.name)
+            self._stop_waiting(request, request.useless())
 
     def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Stop waiting for rows on their way whose bytes are wrong, and return their keys.
@@ -319,18 +339,18 @@ class Promotions:
 
     def _take_arrived(
         self, job: _PromotionJob, keys: Iterable[OffloadKey]
-    ) -> list[tuple[WantedRows, list[OffloadKey]]]:
+    ) -> list[tuple[PromotionRequest, list[OffloadKey]]]:
         """Remove rows from those on their way; return each request that waited for some, and which."""
         ended = {key for key in keys if key in self._arriving and self._arriving[key] is job}
         for key in ended:
             del self._arriving[key]
             if key in self._awaited:
                 del self._awaited[key]
-        waited = [(rows, list(rows.missing.keys() & ended)) for rows in job.wanted_by if rows.missing]
-        for rows, theirs in waited:
+        waited = [(each, list(each.missing.keys() & ended)) for each in job.wanted_by if each.missing]
+        for request, theirs in waited:
             for key in theirs:
-                del rows.missing[key]
-        return [(rows, theirs) for rows, theirs in waited if theirs]
+                del request.missing[key]
+        return [(request, theirs) for request, theirs in waited if theirs]
 
     def _forget(self, job: _PromotionJob, positions: list[int]) -> None:
         """Remove rows from a job once their memory is ours again; measure the time of a job that is over."""
@@ -342,35 +362,35 @@ class Promotions:
         waited, arrived_bytes = self._clock() - job.started, job.num_arrived * self._row_bytes
         if job.is_late:
             num_bytes = len(job) * self._row_bytes + job.ahead_bytes
-            self._times.append(PromotionTime(job.tier.name, num_bytes, waited, lost=True))
+            self._times.append(TierTime(job.tier.name, num_bytes, waited, lost=True))
         elif arrived_bytes:
             # The calls' sum counts parallel threads; the whole wait includes queue and steps. Use the less.
             share = arrived_bytes / (arrived_bytes + job.ahead_bytes)
             seconds = min(job.seconds, waited * share) or waited * share
-            self._times.append(PromotionTime(job.tier.name, arrived_bytes, seconds, lost=False))
+            self._times.append(TierTime(job.tier.name, arrived_bytes, seconds, lost=False))
 
-    def take_times(self) -> list[PromotionTime]:
+    def take_times(self) -> list[TierTime]:
         """Take the times of the promotions that ended since the last call."""
         times, self._times = self._times, []
         return times
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def give_up(self, rows: WantedRows) -> None:
+    def give_up(self, request: PromotionRequest) -> None:
         """Stop waiting for rows at a request's deadline. Rows that have come are no longer pinned."""
-        for job in {self._arriving[key] for key in rows.missing}:
+        for job in {self._arriving[key] for key in request.missing}:
             job.is_late |= not job.num_arrived
-            late = [key for key in rows.missing if self._arriving[key] is job]
-            rows.miss(late, MissReason.TOO_SLOW, job.tier.name)
-        self.release(rows)
+            late = [key for key in request.missing if self._arriving[key] is job]
+            request.miss(late, MissReason.TOO_SLOW, job.tier.name)
+        self.release(request)
 
-    def release(self, rows: WantedRows) -> None:
+    def release(self, request: PromotionRequest) -> None:
         """Let go of a request's rows: its load has begun, or it has ended.
 
         The rows that have come for it become ordinary ready rows.
         """
-        self._stop_waiting(rows, list(rows.missing))
-        pins, rows.pins = rows.pins, []
+        self._stop_waiting(request, list(request.missing))
+        pins, request.pins = request.pins, []
         for keys, spec in pins:
             self._pool.complete_load(keys, spec)
             for key in keys:
@@ -383,11 +403,11 @@ class Promotions:
         """Forget all rows on their way, which no request wants. They arrive in slots that hold no chunk."""
         self._arriving.clear()
 
-    def _stop_waiting(self, rows: WantedRows, keys: list[OffloadKey]) -> None:
+    def _stop_waiting(self, request: PromotionRequest, keys: list[OffloadKey]) -> None:
         """End a request's wait for rows; withdraw the rows that no request waits for."""
         unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
         for key in keys:
-            del rows.missing[key]
+            del request.missing[key]
             if self._awaited[key] > 1:
                 self._awaited[key] -= 1
             else:
@@ -401,10 +421,10 @@ class Promotions:
                 self._free(keys, job.slots_at(withdrawn))
                 self._forget(job, withdrawn)
 
-    def check(self, wanted: Sequence[WantedRows]) -> None:
-        """Raise `IntegrityError` if the records do not agree. `wanted` are the rows of all requests."""
-        pinned = Counter(key for rows in wanted for keys, _ in rows.pins for key in keys)
-        awaited = Counter(key for rows in wanted for key in rows.missing)
+    def check(self, requests: Sequence[PromotionRequest]) -> None:
+        """Raise `IntegrityError` if the records do not agree with those of all requests."""
+        pinned = Counter(key for request in requests for keys, _ in request.pins for key in keys)
+        awaited = Counter(key for request in requests for key in request.missing)
         lent = sum(len(job.lent) for job in self._jobs)
         coming = {key for job in self._jobs for key in job.keys_at(sorted(job.lent))}
         for holds, rule in (
@@ -412,7 +432,7 @@ class Promotions:
             (awaited == self._awaited, "requests that wait for a row are counted"),
             (awaited.keys() <= self._arriving.keys(), "awaited rows come"),
             (
-                all(rows in self._arriving[key].wanted_by for rows in wanted for key in rows.missing),
+                all(each in self._arriving[key].wanted_by for each in requests for key in each.missing),
                 "a job knows the requests that wait for its rows",
             ),
             (lent == self._lent >= len(self._arriving), "slots lent to tiers are counted"),

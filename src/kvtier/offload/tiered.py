@@ -3,7 +3,7 @@
 To the connector it is the pool's manager: only chunks in the pool can be loaded, and `lookup` is about the
 pool alone. Beyond that a connector may look for chunks in all of them, and have them promoted into the pool:
 
-    ask       combined_lookup, waits.unknown, promotions.costs     change nothing and start nothing
+    ask       combined_lookup, promotions.costs, promotions.unknown     change nothing and start nothing
               waits.look_up, waits.promote     begin a request's wait; must_wait then answers in O(1)
     step      begin_step            takes slots and starts I/O       (when a step's orders are built)
               end_step              processes results, writes rows   (when a step's output comes in)
@@ -91,7 +91,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._write_ahead_tiers = [tier for tier, write in tiers if write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
         self.promotions = Promotions(pool, row_bytes, self.tiers, self.reserve, clock)
-        self.waits = TierWaits(self.promotions, self.tiers, row_bytes, clock)
+        self.waits = TierWaits(self.promotions, clock)
         self._demotions = Demotions(pool, row_bytes, self.tiers, store_deadline, clock)
         self._offered_ahead: set[OffloadKey] = set()
         """The coldest chunks of the last search: a tier that did not take them is not asked again."""
