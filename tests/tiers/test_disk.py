@@ -154,7 +154,7 @@ def test_last_uses_are_written_down_while_it_runs(tmp_path: Path) -> None:
         driver.store(2, 3, 4)
         driver.tier.touch(keys(1))
         driver.clock.now += 6
-        driver.wait(lambda: not disk(driver)._saving and disk(driver)._save_at > driver.clock.now)
+        driver.wait(lambda: not disk(driver)._saving.is_running and disk(driver)._save_at > driver.clock.now)
         copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     with opened(copy, 4) as driver:
         driver.store(5)
@@ -281,7 +281,7 @@ def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytes
             driver.tier.discard(keys(number))
         assert driver.tier.state() == "suspended"
         assert not any(driver.tier.lookup_many(keys(*range(6))))
-        disk(driver)._end_probe(None, None)
+        disk(driver)._end_probe(None)
         for _ in range(6):
             driver.tier.reset("weights were swapped")
         assert time.monotonic() - began < 3, "two waits, not twelve"
@@ -1071,7 +1071,9 @@ def test_periodic_durability_syncs_rows_before_records(
         with opened(tmp_path / durability, settings={"durability": durability}) as driver:
             driver.store(1)
             driver.clock.now += 6
-            driver.wait(lambda: not disk(driver)._saving and disk(driver)._save_at > driver.clock.now)
+            driver.wait(
+                lambda: not disk(driver)._saving.is_running and disk(driver)._save_at > driver.clock.now
+            )
             assert synced == expected
 
 
@@ -1095,7 +1097,7 @@ def test_rows_that_were_not_written_do_not_count_against_the_write_limit(tmp_pat
             assert driver.withdraw(job, 2) == keys(2)
             tier._suspend("a test")
             driver.wait(lambda: tier.explain(key(1)) is not MissReason.WRITING)
-            tier._end_probe(None, None)
+            tier._end_probe(None)
         tier._io.resume(Direction.DEMOTE)
         driver.store(1, 2)
         assert driver.demote(3)[1] == []

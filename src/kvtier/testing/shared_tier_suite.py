@@ -334,7 +334,7 @@ class SharedTierSuite(MovingSuite):
         while driver.tier.stats().suspended is not None:
             driver.clock.now += seconds
             driver.poll()
-            driver.wait(lambda: not driver.tier._probing)  # type: ignore[attr-defined]
+            driver.wait(lambda: not driver.tier._probing.is_running)  # type: ignore[attr-defined]
 
     # Opening
 

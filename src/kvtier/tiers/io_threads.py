@@ -22,7 +22,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
@@ -40,17 +41,24 @@ _NOT_OUR_SEAL = (
 )
 
 
-class _Call(NamedTuple):
-    """A function that the tier wants run on a thread; `on_done` gets its result on the scheduler thread."""
+@dataclass(eq=False, slots=True)
+class IOCall:
+    """A function that a tier has run on an I/O thread. Its end is handled on the scheduler thread."""
 
-    function: Callable[[], Any]
-    on_done: Callable[[Any, BaseException | None], None] | None
+    function: Callable[[], Any] = lambda: None
+    on_end: Callable[[Any, BaseException | None], None] | None = None
+    """Gets the value or the error, in the next `poll` after the function has returned."""
+    value: Any = None
+    error: BaseException | None = None
+    is_running: bool = False
+    """Whether the function was submitted and its end has not been handled. Scheduler thread only."""
 
-
-class _Answer(NamedTuple):
-    call: _Call
-    value: Any
-    error: BaseException | None
+    def run(self) -> None:
+        """Call the function. On an I/O thread."""
+        try:
+            self.value = self.function()
+        except BaseException as error:  # a panic of compiled code is no Exception, and the thread must go on
+            self.error = error
 
 
 class IOThreads:
@@ -83,7 +91,7 @@ class IOThreads:
         self._num_threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Condition(threading.Lock())
         # Guarded by the lock: the work that threads take.
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[IOCall] = deque()
         self._queues: tuple[deque[RowJob], ...] = (deque(), deque())  # by direction, the oldest first
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
@@ -91,11 +99,11 @@ class IOThreads:
         self._on_hold: set[Direction] = set()
         self._busy: dict[int, float] = {}  # threads that move rows or run calls, with the start time
         self._stuck: set[RowBatch] = set()
-        self._last: _Call | None = None
+        self._last: IOCall | None = None
         self._closed = False
         self._alive, self._on_end = threads, on_end
         # Filled by threads, drained by `poll`.
-        self._ended: deque[RowBatch | _Answer] = deque()
+        self._ended: deque[RowBatch | IOCall] = deque()
         self._has_ended = threading.Event()
         # Touched by the scheduler thread only.
         self._jobs: dict[int, RowJob] = {}
@@ -104,7 +112,7 @@ class IOThreads:
         self._stuck_reads: list[RowBatch] = []
         self._next_deadline = float("inf")
         self.open_calls = 0
-        """Functions given to `call` whose result `on_done` has not received yet."""
+        """Functions given to `call` whose end has not been handled yet."""
         self._results: list[TierResult] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True)
@@ -130,13 +138,17 @@ class IOThreads:
             self._lock.notify()  # one is enough: a thread that leaves rows in the queue wakes the next
 
     def call(
-        self, function: Callable[[], Any], on_done: Callable[[Any, BaseException | None], None]
-    ) -> None:
-        """Run a function on a thread, before all rows; `poll` then gives its value or error to `on_done`."""
+        self,
+        function: Callable[[], Any],
+        on_end: Callable[[Any, BaseException | None], None] = lambda _value, _error: None,
+    ) -> IOCall:
+        """Run a function on a thread, before all rows; `poll` then gives its value or error to `on_end`."""
         self.open_calls += 1
+        call = IOCall(function, on_end, is_running=True)
         with self._lock:
-            self._calls.append(_Call(function, on_done))
+            self._calls.append(call)
             self._lock.notify()
+        return call
 
     def run_soon(self, function: Callable[[], None]) -> None:
         """Run a function on a free thread, before all rows.
@@ -145,7 +157,7 @@ class IOThreads:
         """
         with self._lock:
             if not self._closed:
-                self._calls.append(_Call(function, None))
+                self._calls.append(IOCall(function))
                 self._lock.notify()
 
     def call_last(self, function: Callable[[], Any]) -> None:
@@ -153,9 +165,8 @@ class IOThreads:
 
         Its result is dropped.
         """
-        self.open_calls += 1
         with self._lock:
-            self._last = _Call(function, lambda _value, _error: None)
+            self._last = IOCall(function)
 
     def withdraw(self, job: RowJob, positions: Sequence[int] | None = None) -> list[int]:
         """Take back the rows of a job (all, or these) that no thread has begun. No result follows."""
@@ -325,15 +336,15 @@ class IOThreads:
             self._next_deadline = min((job.deadline for job in self._jobs.values()), default=float("inf"))
 
     def _drain_ended(self) -> None:
-        """Report the batches that have ended, and hand the results of calls to their `on_done`."""
+        """Report the batches that have ended, and handle the ends of calls."""
         while self._ended:
             ended = self._ended.popleft()
-            if isinstance(ended, _Answer):
-                if ended.call.on_done is not None:
-                    self.open_calls -= 1
-                    ended.call.on_done(ended.value, ended.error)
-            else:
+            if isinstance(ended, RowBatch):
                 self._report_batch(ended)
+            elif ended.on_end is not None:
+                self.open_calls -= 1
+                ended.is_running = False
+                ended.on_end(ended.value, ended.error)
 
     def _report_batch(self, batch: RowBatch) -> None:
         """Report the results of a batch; rows with the same outcome share a result."""
@@ -379,15 +390,15 @@ class IOThreads:
     def _run(self) -> None:
         ended: RowBatch | None = None
         while (task := self._claim(ended)) is not None:
-            if isinstance(task, _Call):
+            if isinstance(task, IOCall):
                 ended = None
-                self._ended.append(self._answer(task))
+                task.run()
             else:
                 ended = task
                 start = time.perf_counter()
                 self._move(task)
                 task.seconds = time.perf_counter() - start
-                self._ended.append(task)
+            self._ended.append(task)
             if not self._has_ended.is_set():
                 self._has_ended.set()
         with self._lock:
@@ -396,7 +407,7 @@ class IOThreads:
         if is_last:
             self._on_end()
 
-    def _claim(self, ended: RowBatch | None) -> _Call | RowBatch | None:
+    def _claim(self, ended: RowBatch | None) -> IOCall | RowBatch | None:
         """Give back the room of an ended batch, and wait for work; `None` if none will come."""
         with self._lock:
             self._busy.pop(threading.get_ident(), None)
@@ -405,7 +416,7 @@ class IOThreads:
                 self._running_bytes[ended.job.direction] -= self._nbytes(ended)
                 del self._running[ended]
             while True:
-                task: _Call | RowBatch | None = self._calls.popleft() if self._calls else None
+                task: IOCall | RowBatch | None = self._calls.popleft() if self._calls else None
                 for direction in _IN_ORDER:
                     task = task or self._next_batch(direction)
                 if task is None and self._closed and not any(self._queued_bytes):
@@ -457,12 +468,6 @@ class IOThreads:
     def _writing_threads(self) -> int:
         """Count the threads busy with demotions. One thread stays free of them. Needs the lock."""
         return sum(batch.job.direction is Direction.DEMOTE for batch in self._running)
-
-    def _answer(self, call: _Call) -> _Answer:
-        try:
-            return _Answer(call, call.function(), None)
-        except BaseException as error:  # a panic of compiled code is no Exception, and the thread must go on
-            return _Answer(call, None, error)
 
     def _move(self, batch: RowBatch) -> None:
         """Move the rows of a batch, and write their outcomes into the job."""

@@ -33,7 +33,7 @@ from kvtier.tiers.base import (
     TierStats,
 )
 from kvtier.tiers.health import TierHealth
-from kvtier.tiers.io_threads import IOThreads, say_error
+from kvtier.tiers.io_threads import IOCall, IOThreads, say_error
 from kvtier.tiers.seal import SealKey, SealScope
 
 logger = logging.getLogger(__name__)
@@ -110,14 +110,14 @@ class IOTier(Tier):
         """An engine does not start without this tier."""
         self.where = f"{name} tier"
         """How lines in the log begin."""
-        self._opening, self._opening_since = False, float("-inf")
+        self._opening, self._opening_since = IOCall(), float("-inf")
         self._ending = threading.Event()  # the tier is being closed
         # Written by the opening thread, too.
         self._problem: str | None = None
         self._lacks_namespace = False
         self._waits_for: str | None = None
         self._backoff, self._retry_at = _FIRST_BACKOFF, float("-inf")
-        self._probing = False
+        self._probing = IOCall()
         self._closed = False
         self._misses: BoundedKeyMap[MissReason] = BoundedKeyMap(REMEMBERED)
         self._results: list[TierResult] = []
@@ -203,14 +203,13 @@ class IOTier(Tier):
         """
 
         def end(opened: _T | None, error: BaseException | None) -> None:
-            self._opening = False
             if opened is not None:
                 take(opened)
             elif not isinstance(error, _TierClosedError):
                 self._note_problem(error)
 
-        self._opening, self._opening_since = True, self._clock()
-        self._io.call(lambda: self._open_at_last(open_once), end)
+        self._opening_since = self._clock()
+        self._opening = self._io.call(lambda: self._open_at_last(open_once), end)
 
     def _open_at_last(self, open_once: Callable[[], _T]) -> _T:
         """Try to open the tier until that works. On an I/O thread."""
@@ -263,7 +262,7 @@ class IOTier(Tier):
 
     def _take_opened(self) -> None:
         """Take over what a thread has opened, if it has. For a lookup: an idle engine does not poll."""
-        if self._opening and not self.is_open():
+        if self._opening.is_running and not self.is_open():
             for result in self._io.poll():
                 self._settle(result)
 
@@ -368,9 +367,9 @@ class IOTier(Tier):
                 self._io.give_up(MissReason.SUSPENDED, direction, health.problem)
         # `take_due` runs for both directions, so that both pauses grow.
         due = [health.take_due() for _, health in suspended]
-        if any(due) and not self._probing and self._io.backend is not None and not self._closed:
-            self._probing = True
-            self._io.call(self._io.backend.probe, self._end_probe)
+        backend = self._io.backend
+        if any(due) and not self._probing.is_running and backend is not None and not self._closed:
+            self._probing = self._io.call(backend.probe, lambda _value, error: self._end_probe(error))
 
     def _is_stuck(self, since: float | None) -> bool:
         """Say whether a call that began at `since` (`None`: not begun) runs too long to be merely slow."""
@@ -380,8 +379,8 @@ class IOTier(Tier):
         for health in self._health.values():
             health.suspend(why)
 
-    def _end_probe(self, _value: object, error: BaseException | None) -> None:
-        self._probing = False
+    def _end_probe(self, error: BaseException | None) -> None:
+        """End the suspension if a probe has found that the backend works again."""
         if error is None:
             for health in self._health.values():
                 health.resume()

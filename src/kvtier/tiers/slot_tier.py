@@ -319,8 +319,8 @@ class SlotTier(IOTier):
         if self._table is not None:
             self._count_read_failures(batch.job, batch.positions)
 
-    def _end_probe(self, value: object, error: BaseException | None) -> None:
-        super()._end_probe(value, error)
+    def _end_probe(self, error: BaseException | None) -> None:
+        super()._end_probe(error)
         if error is None:
             again, self._delete_again = self._delete_again, []
             for delete in again:
