@@ -29,7 +29,7 @@ _FADING = 0.5 ** (1 / _HALF_LIFE)
 
 
 class StepTimer:
-    """The timer of steps that begin and end in one order, with several of them in flight.
+    """Times steps that begin and end in one order, with several of them in flight.
 
     step 1   |=========|
     step 2        |....=========|      the wait (.) for step 1 does not count as time of step 2
@@ -93,7 +93,7 @@ class CostEstimate:
 
 
 class CostModel:
-    """The estimates of the time of loads, of promotions by tier, and of recomputation."""
+    """Estimates the time of loads, of promotions and remote lookups by tier, and of recomputation."""
 
     def __init__(self) -> None:
         self._bus = CostEstimate()
@@ -177,7 +177,7 @@ def _blend(average: float | None, sample: float) -> float:
 
 
 class PrefillQueue:
-    """The prompt tokens that requests have yet to compute, in the order in which the engine asked.
+    """Keeps the prompt tokens that requests have yet to compute, in the order in which the engine asked.
 
     A prompt that is computed instead of loaded has to wait behind these. An entry begins when the engine
     asks about a request. It ends when the engine has scheduled the last prompt token, or with its request.

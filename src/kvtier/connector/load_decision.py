@@ -174,10 +174,10 @@ class LoadAnswer(NamedTuple):
 
 
 class LoadDecision:
-    """The choice between loading from the pool, waiting and computing.
+    """Chooses between loading from the pool, waiting and computing.
 
-    It rests on the past cost of loads and steps, and on the loads that run. `promotion` decides about the
-    tiers below the pool, if there are any.
+    The choice rests on the past cost of loads and steps, and on the loads that run. `promotion` decides
+    about the tiers below the pool, if there are any.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class LoadDecision:
 
 
 class PromotionDecision:
-    """The choice between promoting from a tier below the pool and computing."""
+    """Chooses between promoting from a tier below the pool and computing."""
 
     def __init__(
         self,
@@ -435,9 +435,9 @@ class PromotionDecision:
         if len(self._learnt) == len(self._manager.tiers):
             return
         for tier in self._manager.tiers:
-            if tier.name not in self._learnt and (prices := tier.learnt()):
+            if tier.name not in self._learnt and (learnt := tier.learnt()):
                 self._learnt.add(tier.name)
-                self._cost.promotion_estimate(tier.name).recall(prices.get("seconds_per_byte"))
+                self._cost.promotion_estimate(tier.name).recall(learnt.get("seconds_per_byte"))
 
     def keep_estimates(self) -> None:
         """Have the tiers keep the learnt estimates for a later process."""

@@ -102,7 +102,7 @@ class PromotionRequest:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PromotionJob(RowJob):
-    """A job of one tier, who wants its rows, and what is measured of it."""
+    """A job of one tier, the requests that want its rows, and its measurements."""
 
     tier: Tier
     started: float
@@ -120,10 +120,7 @@ Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
 
 
 class Promotions:
-    """The promotions of rows from `tiers` into slots that `reserve` gives.
-
-    A row comes from the first tier that has it.
-    """
+    """Promotes rows from `tiers` into slots that `reserve` gives. A row comes from the first tier that has it."""
 
     def __init__(
         self,
@@ -273,7 +270,7 @@ class Promotions:
     def _join(self, request: PromotionRequest, keys: list[OffloadKey]) -> None:
         """Have a request wait for rows on their way."""
         request.missing = dict.fromkeys(keys)
-        for key in keys:
+        for key in request.missing:
             self._awaited[key] = self._awaited[key] + 1 if key in self._awaited else 1
         for job in {self._arriving[key] for key in keys}:
             job.wanted_by[request] = None

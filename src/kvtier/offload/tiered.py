@@ -338,7 +338,7 @@ class TieredOffloadingManager(OffloadingManager):
 
 
 class CombinedLookup:
-    """The lookup of chunks that can be loaded from the pool or, after a promotion, from a tier.
+    """Looks up chunks that can be loaded from the pool or, after a promotion, from a tier.
 
     `None` means that the chunk is being stored in the pool, or that a tier that could be asked may have it.
     """

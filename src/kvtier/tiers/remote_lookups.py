@@ -42,7 +42,7 @@ class InFlightLookup:
 
 
 class InFlightLookups:
-    """The lookups whose calls have not returned."""
+    """Keeps the lookups whose calls have not returned."""
 
     def __init__(self) -> None:
         self._open: set[InFlightLookup] = set()
@@ -112,7 +112,7 @@ class _Answer(NamedTuple):
 
 
 class PresenceCache:
-    """The last answers about rows, for about the newest `limit` rows."""
+    """Remembers the last answers about rows, for about the newest `limit` rows."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._clock = clock
