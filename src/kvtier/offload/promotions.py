@@ -120,7 +120,10 @@ Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
 
 
 class Promotions:
-    """Promotes rows from `tiers` into slots that `reserve` gives. A row comes from the first tier that has it."""
+    """Promotes rows from `tiers` into slots that `reserve` gives.
+
+    A row comes from the first tier that has it.
+    """
 
     def __init__(
         self,
