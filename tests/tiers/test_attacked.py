@@ -19,6 +19,7 @@ from tests.tiers.test_parts import Gate, lent
 from kvtier.cli import main
 from kvtier.errors import OutsideError
 from kvtier.policies import LRUPolicy
+from kvtier.slot_table import SlotTable
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
 from kvtier.tiers.base import BackendRow, Outcome, TierMiss
 from kvtier.tiers.disk import DiskTier
@@ -27,7 +28,6 @@ from kvtier.tiers.disk import folder as folder_module
 from kvtier.tiers.disk.folder import FolderLock, find_places, place_name, taken_bytes
 from kvtier.tiers.io_threads import Direction, IOThreads
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 
 LONG = 30.0
 """Longer than a busy machine stops anybody, and shorter than what hangs here goes on hanging."""

@@ -18,7 +18,7 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 
 BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "tier_config"}
-BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool"}
+BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool", "slot_table"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": {"errors"},
     "keys": {"errors", "native"},
     "policies": BASE | {"native"},
+    "slot_table": BASE | {"policies"},
     "memory_limits": {"config", "errors"},
     "rendezvous": {"errors"},
     "pool": BASE | {"memory_limits", "rendezvous"},

@@ -22,13 +22,13 @@ import numpy as np
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
 from kvtier.policies.slots import ClearedChunks
+from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Outcome, TierChange, TierJob, TierMiss
 from kvtier.tiers.io_threads import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.recent_keys import RecentKeys
 from kvtier.tiers.row_mover import JobRows
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.write_limit import WriteLimit
 
 __all__ = ["SlotTier"]

@@ -31,6 +31,7 @@ from kvtier.config import DiskConfig, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
+from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Outcome, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
 from kvtier.tiers.disk.folder import (
@@ -45,7 +46,6 @@ from kvtier.tiers.disk.folder import (
 )
 from kvtier.tiers.io_threads import Direction
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
 from kvtier.tiers.write_limit import WriteLimit
 
