@@ -232,7 +232,7 @@ def test_only_the_newest_are_remembered() -> None:
 
 @pytest.mark.parametrize("holes", [(), (0,), (3, 4, 9), tuple(range(11))])
 def test_a_table_is_restored(holes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.slot_table._SLICE", 4)
+    monkeypatch.setattr("kvtier.slot_table._RESTORE_SLICE", 4)
     table = SlotTable(12, LRUPolicy(12))
     slots = np.array([slot for slot in range(12) if slot not in holes], dtype=np.int64)
     keys = [key(slot) for slot in slots.tolist()]

@@ -25,8 +25,6 @@ from kvtier.keys import OffloadKey
 from kvtier.policies.base import CachePolicy, KeysOf, Slots
 from kvtier.policies.slots import ABSENT, GhostLists, RecencyList
 
-__all__ = ["ARCPolicy"]
-
 _T1, _T2 = 0, 1
 
 

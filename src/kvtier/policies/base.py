@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 
-__all__ = ["CachePolicy", "KeysOf", "Slots"]
-
 Slots = npt.NDArray[np.int64]
 KeysOf = Callable[[Slots], list[OffloadKey]]
 """Returns the keys of the chunks in slots."""

@@ -13,8 +13,6 @@ from kvtier.keys import OffloadKey
 from kvtier.policies.base import CachePolicy, KeysOf, Slots
 from kvtier.policies.slots import RecencyList
 
-__all__ = ["LRUPolicy"]
-
 
 class LRUPolicy(CachePolicy):
     """A ranking of slots by their last use."""

@@ -9,7 +9,6 @@ batch of one key costs some 100 ns a call. Scheduler thread only.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection
 from itertools import islice, takewhile
 
 import numpy as np
@@ -17,20 +16,7 @@ import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 from kvtier.native import form_of, uses_c
-from kvtier.policies.base import CachePolicy, Slots
-
-__all__ = [
-    "ABSENT",
-    "SLOTS_BY",
-    "WRITING",
-    "ClearedChunks",
-    "GhostLists",
-    "Mask",
-    "RecencyList",
-    "SlotBook",
-    "broken_rule",
-    "held_slots",
-]
+from kvtier.policies.base import Slots
 
 ABSENT = -1
 """The slot number of a key without a slot, and the list number of a key that was not evicted."""
@@ -326,39 +312,11 @@ def _array(slots: list[int]) -> Slots:
 
 
 if uses_c("slots"):
-    from kvtier.native._slots import GhostLists, RecencyList, SlotBook
+    from kvtier.native._slots import GhostLists as GhostLists
+    from kvtier.native._slots import RecencyList as RecencyList
+    from kvtier.native._slots import SlotBook as SlotBook
 else:
     GhostLists, RecencyList = PythonGhosts, PythonRecency  # type: ignore[misc, assignment]
     SlotBook = PythonBook  # type: ignore[misc, assignment]
 
 SLOTS_BY = form_of("slots")
-
-
-def held_slots(book: SlotBook, num_slots: int, doomed: Collection[int]) -> Slots:
-    """Return the slots that are neither free nor doomed, in ascending order."""
-    held = np.ones(num_slots, dtype=np.bool_)
-    held[book.free_slots()] = False
-    held[list(doomed)] = False
-    return np.flatnonzero(held)
-
-
-def broken_rule(
-    book: SlotBook, policy: CachePolicy, doomed: Collection[int], readers: Slots, evictable: Mask
-) -> str | None:
-    """Return the first rule that a book, its arrays and its policy break; `None`: all rules hold."""
-    policy.check()
-    held, used, free = held_slots(book, len(readers), doomed), list(doomed), book.free_slots()
-    unread = np.zeros(len(readers), dtype=np.bool_)
-    unread[held] = readers[held] == 0
-    keys = book.keys(held)
-    rules = (
-        (len(held) + len(used) + len(free) == len(readers), "every slot is held, doomed or free"),
-        (len(book) == len(keys) == len(held), "a slot has a key iff it is held"),
-        (np.array_equal(book.find(keys), held), "keys and slots map to each other"),
-        (readers.min(initial=0) >= WRITING, "a chunk has one writer"),
-        (readers[used].all(), "doomed slots are in use"),
-        (not readers[free].any(), "free slots are not in use"),
-        (np.array_equal(evictable, unread), "what may be evicted is ready and unread"),
-        (np.array_equal(np.sort(policy.ranked()), held), f"{type(policy).__qualname__} ranks what is held"),
-    )
-    return next((rule for holds, rule in rules if not holds), None)
