@@ -98,7 +98,7 @@ class SlotTable:
         Ticks count uses, not seconds, so that they can be saved and the order restored. Only a table that
         was restored keeps them.
         """
-        self._tick = 0
+        self._tick, self._keeps_ticks = 0, False
 
     def _open_book(self, readers: Slots, used: Slots = NO_SLOTS) -> None:
         """Begin with no chunks. `used` are the slots that jobs still use."""
@@ -211,30 +211,27 @@ class SlotTable:
         A use by the `user` who stored a chunk only renews its recency.
         """
         self._touch(slots, self._stored_by[slots] != user)
-        if len(self.ticks):
+        if self._keeps_ticks:
             self._stamp(slots)
 
     # -- writing -----------------------------------------------------------------------------------
 
     def reserve(self, keys: list[OffloadKey], spared: Slots = NO_SLOTS, user: int = 0) -> Reserved:
         """Give slots to as many new keys as possible. Evicts other chunks if needed, but no spared slot."""
-        num_free = self.num_free()
         evicted: list[OffloadKey] = []
         victims = NO_SLOTS
-        if len(keys) > num_free:
-            victims, evicted = self._make_room(len(keys) - num_free, spared)
-            if len(keys) > num_free + len(evicted):
-                keys = keys[: num_free + len(evicted)]
+        if (needed := len(keys) - self.num_free()) > 0:
+            victims, evicted = self._evict_others(needed, spared) if len(spared) else self._evict(needed)
+            if len(evicted) < needed:
+                keys = keys[: len(evicted) - needed]
         slots = self._book.reserve(user, keys)
         self._insert(slots, keys)
-        if len(self.ticks):
+        if self._keeps_ticks:
             self._stamp(slots)
         return Reserved(slots, evicted, victims)
 
-    def _make_room(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
-        """Evict up to `count` chunks; the spared slots are hidden from the policy."""
-        if not len(spared):
-            return self._evict(count)
+    def _evict_others(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
+        """Evict up to `count` chunks, with the spared slots hidden from the policy."""
         hidden = spared[self.evictable[spared]]
         self.evictable[hidden] = False
         try:
@@ -369,7 +366,7 @@ class SlotTable:
 
         Yields how many slots are done, so that other threads may run in between.
         """
-        self.ticks = np.zeros(self.num_slots, dtype=np.int64)
+        self.ticks, self._keeps_ticks = np.zeros(self.num_slots, dtype=np.int64), True
         if not len(slots):
             return
         # The book gives out slots from 0 on: take all slots up to the last one, and give back the holes.

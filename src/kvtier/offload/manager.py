@@ -167,7 +167,7 @@ class CPUOffloadingManager(OffloadingManager):
         if evicted:
             self._evicted += len(evicted)
             self._miss_history.add(evicted, _EVICTED)
-            self._announce(evicted.copy(), removed=True)
+            self._events.append(OffloadingEvent(evicted.copy(), _MEDIUM, True))
         if len(slots) < len(wanted):
             self._refuse(wanted[len(slots) :])
             del wanted[len(slots) :]
@@ -205,10 +205,11 @@ class CPUOffloadingManager(OffloadingManager):
                 self._miss_history.add(self._table.unwritten(slots), MissReason.IO_FAILED)
                 return
             written = self._table.written(slots)
-        self._stored += len(written)
-        if self._cleared:
-            self._announce_cleared(self._cleared.take_before(written, self._table.find(written)))
-        self._announce(written, removed=False)
+        if written:
+            self._stored += len(written)
+            if self._cleared:
+                self._announce_cleared(self._cleared.take_before(written, self._table.find(written)))
+            self._events.append(OffloadingEvent(written, _MEDIUM, False))
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         self._drop(self._table.held(_as_list(keys)), reason)
@@ -227,7 +228,8 @@ class CPUOffloadingManager(OffloadingManager):
         ready, unwritten = self._table.drop(slots)
         if reason is not None:
             self._miss_history.add([*ready, *unwritten], reason)
-        self._announce(ready, removed=True)
+        if ready:
+            self._events.append(OffloadingEvent(ready, _MEDIUM, True))
 
     def reset_cache(self) -> None:
         """Make all chunks absent at once. Some of them are announced now, the others by `take_events`."""
@@ -282,8 +284,9 @@ class CPUOffloadingManager(OffloadingManager):
         return bool(self._cleared)
 
     def _announce_cleared(self, keys: list[OffloadKey]) -> None:
-        self._miss_history.add(keys, MissReason.CLEARED)
-        self._announce(keys, removed=True)
+        if keys:
+            self._miss_history.add(keys, MissReason.CLEARED)
+            self._events.append(OffloadingEvent(keys, _MEDIUM, True))
 
     def stats(self) -> ManagerStats:
         """Return the slots by state, and the totals so far."""
@@ -302,10 +305,6 @@ class CPUOffloadingManager(OffloadingManager):
 
     def check(self) -> None:
         self._table.check()
-
-    def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
-        if keys:
-            self._events.append(OffloadingEvent(keys, _MEDIUM, removed))
 
     def _misuse(self, call: str, state: str, key: OffloadKey) -> InputError:
         """Return the error for a chunk that is not in the state that a call needs."""
