@@ -51,8 +51,6 @@ WORKER_CALLS = (
     "bind_connector_metadata",
     "handle_preemptions",
     "start_load_kv",
-    "is_storing",
-    "await_layer",
     "wait_for_save",
     "wait_for_transfers",
     "take_output",

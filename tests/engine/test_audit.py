@@ -13,8 +13,8 @@ from tests.engine.harness import tiny
 from kvtier.config import KVTierConfig
 from kvtier.connector import OffloadingConnectorScheduler
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine.config import ModelConfig
 from kvtier.engine.model import Decoder
-from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.weights import random_weights
 
 BLOCK = 8

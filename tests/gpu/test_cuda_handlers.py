@@ -23,7 +23,7 @@ from kvtier.offload import CPULoadStoreSpec, CPUOffloadingSpec, GPULoadStoreSpec
 from kvtier.pool import Pool
 from kvtier.testing.caches import LAYOUTS, make_caches, make_config
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, finish
-from kvtier.transfer.base import CanonicalKVCaches, OffloadingHandler, TransferSpec
+from kvtier.transfer.base import CanonicalKVCaches, OffloadingHandler
 from kvtier.transfer.layout import canonicalize
 
 if not torch.cuda.is_available():
@@ -73,25 +73,6 @@ class TestSmallBuffers(TestCudaHandlers):
 
     def options(self, pool: Pool) -> dict[str, Any]:
         return {"staging_bytes": 16 * 4096}
-
-
-class LoadByLayer(CudaLoadHandler):
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return self.transfer_by_layer(job_id, spec)
-
-
-class TestByLayer(TestCudaHandlers):
-    """Every load comes layer by layer, in pieces of a few blocks."""
-
-    def make_handlers(
-        self, config: OffloadingConfig, kv_caches: CanonicalKVCaches, clock: Callable[[], float]
-    ) -> Handlers:
-        store, load, rows = super().make_handlers(config, kv_caches, clock)
-        load.__class__ = LoadByLayer
-        return Handlers(store, load, rows)
-
-    def options(self, pool: Pool) -> dict[str, Any]:
-        return {"staging_bytes": 32 * 4096, "stage_bytes": 1}
 
 
 class TestDirectCopies(TestCudaHandlers):

@@ -81,12 +81,7 @@ class Soak:
         gpu, cpu = GPULoadStoreSpec(chosen[0]), CPULoadStoreSpec(chosen[1])
         self.started += 1
         handler = self.ways[way]
-        start = (
-            handler.transfer_by_layer
-            if way == "load" and self.rng.random() < 0.5
-            else handler.transfer_async
-        )
-        if not start(self.started, (gpu, cpu) if way == "store" else (cpu, gpu)):
+        if not handler.transfer_async(self.started, (gpu, cpu) if way == "store" else (cpu, gpu)):
             return False
         self.jobs[self.started] = way, gpu, cpu
         blocks -= set(chosen[0])

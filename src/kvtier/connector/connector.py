@@ -170,27 +170,9 @@ class OffloadingConnector:
         """
         self._worker.handle_preemptions(metadata)
 
-    def start_load_kv(self, forward_context: Any = None, *, by_layer: bool = False, **kwargs: Any) -> None:
-        """Start this step's loads.
-
-        With `by_layer` the first layers come first, for an engine that calls `await_layer`.
-        """
-        self._worker.start_load_kv(self._bound(), by_layer=by_layer)
-
-    def await_layer(self, req_id: ReqId, layer_name: str, timeout: float) -> bool:
-        """Wait until one layer of a request's load is in place; say whether that succeeded.
-
-        On a device the caller's stream waits, not the caller. This is for an engine that computes before the
-        load is reported: its result counts only if the load succeeds.
-        """
-        return self._worker.await_layer(req_id, layer_name, timeout)
-
-    def is_storing(self, block_ids: set[int]) -> bool:
-        """Say whether a running store reads one of these blocks.
-
-        An engine that computes ahead must not write to such a block.
-        """
-        return self._worker.is_storing(block_ids)
+    def start_load_kv(self, forward_context: Any = None, **kwargs: Any) -> None:
+        """Start this step's loads."""
+        self._worker.start_load_kv(self._bound())
 
     def void_loads(self) -> None:
         """Count the loads that run now as failed, whatever they bring."""

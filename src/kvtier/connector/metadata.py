@@ -108,8 +108,6 @@ class StepView:
     """Blocks allocated since the last step for requests that may never run with them."""
     copied_blocks: Sequence[tuple[int, int]] = ()
     """Pairs of a block and the block that it is copied to before the step runs."""
-    speculated: bool = False
-    """The step was computed before it was scheduled, so its measured time means nothing."""
 
 
 def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:

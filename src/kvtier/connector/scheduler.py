@@ -275,7 +275,7 @@ class OffloadingConnectorScheduler:
         self._allocated = set()
         num_tokens = sum(step.num_scheduled_tokens.values())
         self._audits.earn(num_tokens)
-        self._timer.begin(self._clock(), 0 if step.speculated else num_tokens)
+        self._timer.begin(self._clock(), num_tokens)
         return meta
 
     def _update_blocks(self, step: StepView) -> None:

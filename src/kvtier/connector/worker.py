@@ -110,15 +110,12 @@ class OffloadingConnectorWorker:
             if jobs and not handler.wait(jobs, _FLUSH_SECONDS):
                 handler.cancel(jobs)
 
-    def start_load_kv(self, metadata: OffloadingConnectorMetadata, *, by_layer: bool = False) -> None:
-        """End the jobs that are to end, and start this step's loads.
-
-        `by_layer`: the engine will call `await_layer`.
-        """
+    def start_load_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """End the jobs that are to end, and start this step's loads."""
         self._started.clear()
         self._end_jobs(metadata)
         for req_id, spec in metadata.reqs_to_load.items():
-            self._start(self._loads, metadata.load_jobs[req_id], req_id, spec, by_layer=by_layer)
+            self._start(self._loads, metadata.load_jobs[req_id], req_id, spec)
 
     def _end_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
         """Obey the end orders for this rank."""
@@ -174,24 +171,6 @@ class OffloadingConnectorWorker:
             if self._may_store and job_id not in self._started and job_id not in self._stores:
                 self._refuse(self._stores, job_id, req_id, spec)
         self._pending |= metadata.reqs_to_hold
-
-    def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
-        """Wait until one layer of a request's load is in place; say whether that succeeded.
-
-        The layer may be relied on only if the whole load succeeds. On a device the caller's stream waits,
-        not the caller.
-        """
-        for job_id, load in self._loads.items():
-            if load.req_id == req_id:
-                return load.handler.await_layer(job_id, layer, timeout)
-        return False
-
-    def is_storing(self, block_ids: set[int]) -> bool:
-        """Say whether a running store reads one of these blocks."""
-        return any(
-            not block_ids.isdisjoint(_gpu_end(store.spec).block_ids.tolist())
-            for store in self._stores.values()
-        )
 
     def void_loads(self) -> None:
         """Count the loads that run now as failed, whatever they bring."""
@@ -249,28 +228,20 @@ class OffloadingConnectorWorker:
         self._handlers.clear()
         self.spec.shutdown()
 
-    def _start(
-        self,
-        jobs: dict[int, _Running],
-        job_id: int,
-        req_id: ReqId,
-        spec: TransferSpec,
-        *,
-        by_layer: bool = False,
-    ) -> None:
+    def _start(self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec) -> None:
         self._started.add(job_id)
         if job_id in jobs:
             return  # the step runs again, and the job of its first run is still under way
         handler = self._handler_of(spec)
-        if job_id not in self._void and self._is_taken(handler, job_id, spec, by_layer):
+        if job_id not in self._void and self._is_taken(handler, job_id, spec):
             jobs[job_id] = _Running(req_id, spec, handler)
         else:
             self._refuse(jobs, job_id, req_id, spec)
 
-    def _is_taken(self, handler: OffloadingHandler, job_id: int, spec: TransferSpec, by_layer: bool) -> bool:
+    def _is_taken(self, handler: OffloadingHandler, job_id: int, spec: TransferSpec) -> bool:
         """Give a job to a handler, and say whether the handler took it."""
         try:
-            return (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
+            return handler.transfer_async(job_id, spec)
         except Exception as error:  # a handler may be foreign code, and a transfer must not end a step
             is_known = isinstance(error, KVTierError)
             logger.error(

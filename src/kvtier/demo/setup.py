@@ -113,7 +113,7 @@ def _refuse_misfits(settings: DemoSettings) -> None:
     """Refuse sizes of model, cache, chunk and conversations that do not fit, before allocating anything."""
     import torch
 
-    from kvtier.engine.model_config import ModelConfig
+    from kvtier.engine.config import ModelConfig
     from kvtier.engine.weights import load_config
 
     source, longest = settings.model, settings.workload.longest()
@@ -152,7 +152,7 @@ def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
     """Return the settings and the machine as plain values."""
     import torch
 
-    from kvtier.engine.model_config import weight_shapes
+    from kvtier.engine.config import weight_shapes
 
     model = engine.model.config
     return {

@@ -31,8 +31,6 @@ from kvtier.transfer.base import NULL_BLOCK
 if TYPE_CHECKING:
     from kvtier.engine.request import Request
 
-__all__ = ["Block", "BlockTable", "CacheGroup", "KVCache", "group_layers"]
-
 CacheKey = tuple[BlockHash, int]
 """A block's content: the hash of the prefix that it ends, and its group."""
 

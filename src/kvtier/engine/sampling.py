@@ -19,8 +19,6 @@ from torch import Tensor
 
 from kvtier.errors import InputError, show_value
 
-__all__ = ["SamplingParams", "sample"]
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

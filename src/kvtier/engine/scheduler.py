@@ -35,8 +35,6 @@ from kvtier.errors import IntegrityError
 if TYPE_CHECKING:
     from kvtier.connector import OffloadingConnector
 
-__all__ = ["RequestSlice", "Scheduler", "Step"]
-
 _by_arrival = attrgetter("arrival")
 
 
@@ -96,7 +94,6 @@ class Scheduler:
         # The changes that the connector does not know yet.
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
-        self._speculative_blocks: set[int] = set()
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -107,7 +104,6 @@ class Scheduler:
             self._admit_waiting(step)
         step.view.finished_req_ids = set(self._finished)
         step.view.preempted_req_ids = set(self._preempted)
-        step.view.speculative_blocks = set(self._speculative_blocks)
         return step
 
     def note_told(self, step: Step) -> None:
@@ -117,7 +113,6 @@ class Scheduler:
         """
         self._finished -= step.view.finished_req_ids
         self._preempted -= step.view.preempted_req_ids
-        self._speculative_blocks -= step.view.speculative_blocks
 
     def start_all_over(self) -> None:
         """Send back all running requests, because a step was cut off at an unknown point.
@@ -260,21 +255,6 @@ class Scheduler:
             hold, _ = connector.request_finished(former, former.table.block_ids())
         finally:
             self._hold_or_release(former, hold, is_loading=hold)
-
-    def plan_speculation(self) -> RequestSlice | None:
-        """Take blocks for the first slice that the one loading request will compute, and return the slice.
-
-        `None`: no request loads; several do, which are better computed together; or blocks are missing.
-        """
-        if len(self.loading) != 1:
-            return None
-        (request,), size = self.loading, self._cache.block_size
-        start = min(request.load_end // size * size, request.num_tokens - 1)
-        end = min(request.num_tokens, start + self._config.max_num_batched_tokens)
-        if (new_blocks := self._cache.extend(request.table, start, end)) is None:
-            return None
-        self._speculative_blocks.update(block for row in new_blocks for block in row)
-        return RequestSlice(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:
         """Take in the ended transfers: let loaded requests run, and free blocks held for transfers."""

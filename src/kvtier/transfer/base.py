@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -171,8 +171,6 @@ class CanonicalKVCaches:
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
-    layer_ends: list[dict[str, int]] = field(default_factory=list)
-    """For each group, if known, the number of leading refs that hold a layer and all layers before it."""
 
     def block_bytes(self, group: int) -> int:
         """Return the bytes of one block of a group, without padding."""
@@ -189,21 +187,6 @@ class OffloadingHandler(ABC):
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job and return at once. `False`: the job was refused and gets no result."""
-
-    def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a load whose first layers should arrive first, for an engine that begins with them.
-
-        A handler may ignore that order.
-        """
-        return self.transfer_async(job_id, spec)
-
-    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Wait until one layer of a load is in place. On a device the caller's stream waits, not the caller.
-
-        This may block for `timeout` seconds. `False`: the layer cannot be promised, and the caller must wait
-        for the job's result. Results computed from the layer are valid only if the job succeeds.
-        """
-        return False
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:

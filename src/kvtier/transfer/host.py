@@ -53,7 +53,7 @@ class HostHandler(JobHandler[HostJob]):
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         """Copy blocks between the engine and the pool."""
 
-    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> HostJob:
+    def _make_job(self, job_id: int, ends: Ends, deadline: float) -> HostJob:
         plan = pair_blocks(*ends, self._bounds)
         return HostJob(job_id=job_id, plan=plan, deadline=deadline, fence=self.spans.memory.fence())
 

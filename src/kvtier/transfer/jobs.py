@@ -117,7 +117,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """Return the two ends of a job, or `None` if it is of the other direction."""
 
     @abstractmethod
-    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> J:
+    def _make_job(self, job_id: int, ends: Ends, deadline: float) -> J:
         """Return a new job, or raise `InputError`.
 
         The job follows all work that the engine has been told to do so far.
@@ -164,9 +164,6 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
         A wrong spec raises `InputError` and touches no memory.
         """
-        return self._accept(job_id, spec)
-
-    def _accept(self, job_id: int, spec: TransferSpec, *, by_layer: bool = False) -> bool:
         ends = self._expect_ends(spec)
         if not self.pool.complete:
             raise PoolError(
@@ -179,7 +176,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             if self._closed or len(self._jobs) >= self._max_jobs:
                 return False
             try:
-                job = self._make_job(job_id, ends, self._clock() + self._deadline, by_layer)
+                job = self._make_job(job_id, ends, self._clock() + self._deadline)
             except TransferError as error:
                 logger.warning("%s job %d was refused: %s", self, job_id, error)
                 return False
@@ -199,10 +196,6 @@ class JobHandler(OffloadingHandler, Generic[J]):
         with self._lock:
             taken, self._results = self._results, []
         return taken
-
-    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Block until a job is over, for `timeout` seconds at most; say whether it has succeeded."""
-        return self.wait({job_id}, timeout) and self._has_succeeded(job_id)
 
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
         """Block until these jobs are over, until their deadlines at most, or until `timeout`; say whether
@@ -294,10 +287,6 @@ class JobHandler(OffloadingHandler, Generic[J]):
         )
         if self._thread is not None:  # else no thread waits for it
             self._changed.notify_all()
-
-    def _has_succeeded(self, job_id: int) -> bool:
-        with self._changed:
-            return any(result.job_id == job_id and result.success for result in self._results)
 
     def _end_late_jobs(self) -> None:
         if not self._jobs:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 from math import prod
 
 import torch
@@ -86,8 +85,7 @@ def canonicalize(
     unique = _widest(pages for group in by_group for pages in group)
     index = {pages.place: i for i, pages in enumerate(unique)}
     refs = [[CanonicalKVCacheRef(index[pages.place], pages.page) for pages in group] for group in by_group]
-    ends = [_layer_ends(group, pages, layers) for group, pages in zip(groups, by_group, strict=True)]
-    return CanonicalKVCaches([_tensor(pages, unique, num_blocks) for pages in unique], refs, ends)
+    return CanonicalKVCaches([_tensor(pages, unique, num_blocks) for pages in unique], refs)
 
 
 def _check_names(kv_caches: Mapping[str, torch.Tensor], groups: Sequence[GroupConfig]) -> None:
@@ -170,15 +168,6 @@ def _pages_of_group(index: int, group: GroupConfig, layers: Mapping[str, list[_P
         got = f"layers {_few(list(group.layer_names))} have {total}"
         raise LayoutError(f"groups[{index}]: expected {group.bytes_per_block} bytes per block, but {got}")
     return distinct
-
-
-def _layer_ends(
-    group: GroupConfig, distinct: list[_Pages], layers: Mapping[str, list[_Pages]]
-) -> dict[str, int]:
-    """Return for each layer of a group the number of leading pages that hold it and all layers before it."""
-    index = {pages.place: i for i, pages in enumerate(distinct)}
-    last = [max(index[pages.place] for pages in layers[name]) + 1 for name in group.layer_names]
-    return dict(zip(group.layer_names, accumulate(last, max), strict=True))
 
 
 def _widest(pages: Iterable[_Pages]) -> list[_Pages]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvtier.errors import InputError
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["JobBounds", "Plan", "pair_blocks", "pair_plain", "stage_bounds"]
+__all__ = ["JobBounds", "Plan", "pair_blocks", "pair_plain"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,7 +30,6 @@ _FEW = 64
 # All small plans share these, because making arrays takes most of a small plan's time.
 _COUNT, _ZEROS = np.arange(4096), np.zeros(4096, np.int64)
 _COUNT.flags.writeable = _ZEROS.flags.writeable = False
-_STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,6 @@ class Plan:
             group = int(self.groups[start])
             for first in range(start, stop, longest[group]):
                 yield group, self.part(slice(first, min(stop, first + longest[group])))
-
-
-def stage_bounds(num_layers: int) -> list[int]:
-    """Return the number of layers that have arrived after each stage of a load that comes layer by layer.
-
-    Stages get shorter. While a stage arrives, the engine computes the stage before it; so at the end only a
-    short stage is left to compute.
-    """
-    return [round(share * num_layers) for share in _STAGES]
 
 
 def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds) -> Plan:

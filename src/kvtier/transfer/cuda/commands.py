@@ -29,26 +29,6 @@ if uses_c("cuda"):
 else:
     CompiledSubmitter = None  # type: ignore[assignment, misc]
 
-__all__ = [
-    "BATCH_RANGES",
-    "FIRST_RANGES",
-    "SMALL_RANGE",
-    "SUBMITTED_BY",
-    "Command",
-    "CommandKind",
-    "CopyPages",
-    "LaunchKernel",
-    "Note",
-    "OpenEvent",
-    "Placeholder",
-    "Plain",
-    "PythonSubmitter",
-    "Script",
-    "Submitter",
-    "TellKernel",
-    "make_submitter",
-]
-
 SUBMITTED_BY = form_of("cuda")
 """Whether C or Python submits commands. Both submit the same."""
 

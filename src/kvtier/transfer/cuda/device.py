@@ -15,8 +15,6 @@ from kvtier.errors import TransferError
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Part
 
-__all__ = ["PRIORITY", "Device"]
-
 PRIORITY = 0
 """The priority of streams, the lowest of CUDA.
 

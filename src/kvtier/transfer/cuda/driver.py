@@ -20,29 +20,6 @@ import numpy.typing as npt
 
 from kvtier.errors import TransferError
 
-__all__ = [
-    "SUBMIT_FUNCTIONS",
-    "Addresses",
-    "Launch",
-    "copy_range",
-    "copy_ranges",
-    "end_stream",
-    "fail",
-    "find_functions",
-    "has_batches",
-    "has_context",
-    "is_idle",
-    "is_over",
-    "new_stream",
-    "pin",
-    "record",
-    "seconds_between",
-    "unpin",
-    "wait_for",
-    "wait_idle",
-    "wait_over",
-]
-
 Addresses = npt.NDArray[np.int64]
 
 _LIBRARY = "libcuda.so.1"

@@ -7,17 +7,13 @@ A caller needs to know only the order of memory accesses:
   work is over, so ending a job never waits for the engine's kernels.
 - Once a job has a result, none of its pieces is on the device, or ever will be: both ends may be used for
   others. Work that the engine enqueues after the result of a load sees its bytes.
-- `await_layer` makes the caller's stream, not the caller, wait for the pieces that bring a layer. All of
-  them are on the device by then and depend on nothing else, so the stream waits for the bus alone, for at
-  most `lanes.RUN_AHEAD` pieces.
 - Jobs of one direction begin in the order given. Stores and loads do not wait for each other. Managers make
   sure that jobs under way together share no block or slot that one of them writes.
 
 If the engine's stream is idle, `transfer_async` enqueues the first pieces itself: most jobs need no other
 thread. The handler's thread, or a caller that waits, enqueues the rest, at most `lanes.RUN_AHEAD` pieces
 ahead of the device. Ending a job early waits for its pieces under way, a few milliseconds; it is then known
-which blocks of a load have arrived. No call waits for the compute stream, and only `await_layer` puts work
-on it.
+which blocks of a load have arrived. No call waits for the compute stream or puts work on it.
 
 `JobHandler` says what belongs to which thread, and when jobs end.
 """
@@ -25,7 +21,6 @@ on it.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from abc import abstractmethod
@@ -35,7 +30,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from kvtier.errors import IntegrityError, TransferError
-from kvtier.transfer.base import TransferSpec
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.cuda.pieces import (
@@ -43,15 +37,12 @@ from kvtier.transfer.cuda.pieces import (
     Part,
     Piece,
     Rows,
-    cut_by_layer,
     cut_load,
     cut_store,
     group_sizes,
 )
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
-from kvtier.transfer.plan import Plan, pair_blocks, pair_plain
-
-__all__ = ["CudaHandler", "CudaJob", "CudaLoadHandler", "CudaStoreHandler"]
+from kvtier.transfer.plan import pair_blocks, pair_plain
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +58,6 @@ class CudaJob(Job):
     rows: Rows
     pieces: Sequence[Piece]
     fence: int | None = None
-    stage_ends: Sequence[int] = ()
-    """The number of pieces up to the end of each stage; empty if the job does not come layer by layer."""
     num_enqueued: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
 
@@ -141,26 +130,17 @@ class CudaHandler(JobHandler[CudaJob]):
             pieces = self._cuts[size] = tuple(self._cut([num_blocks], self.memory.parts, self.piece_bytes))
         return pieces
 
-    def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
-        """Return the pieces of a job and, for a load by layer, their number up to the end of each stage."""
-        parts = self.memory.parts
-        return tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes)), ()
-
-    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> CudaJob:
+    def _make_job(self, job_id: int, ends: Ends, deadline: float) -> CudaJob:
         gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
         simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
-        if (
-            simple
-            and not by_layer
-            and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None
-        ):
+        if simple and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None:
             return job
         plain = simple and self._lane.is_plain(blocks, slots)
         plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._bounds)
         fence = None if plain else self._lane.fence()
-        pieces, stage_ends = self._cut_plan(plan, by_layer)
-        rows = self.memory.pool_map.rows(plan)
-        return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence, stage_ends)
+        parts, rows = self.memory.parts, self.memory.pool_map.rows(plan)
+        pieces = tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes))
+        return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence)
 
     def _begin_at_once(self, job_id: int, blocks: Ints, slots: Ints, deadline: float) -> CudaJob | None:
         """Enqueue the first piece of a job before the job is recorded, if it is the only one and plain."""
@@ -182,9 +162,8 @@ class CudaHandler(JobHandler[CudaJob]):
         if job.num_enqueued and job.is_enqueued:
             return
         self._queue.append(job)
-        # An engine that wants the first layers first will compute now, and may keep the thread from running.
-        most, enqueued = RUN_AHEAD if job.stage_ends else _INLINE_PIECES, job.num_enqueued
-        while enqueued < most and self._enqueue_nowait():
+        enqueued = job.num_enqueued
+        while enqueued < _INLINE_PIECES and self._enqueue_nowait():
             enqueued += 1
         if self._queue:
             self._wake_thread()
@@ -355,47 +334,3 @@ class CudaLoadHandler(Loads, CudaHandler):
     lane_type = LoadLane
 
     _cut = staticmethod(cut_load)
-
-    def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
-        if by_layer and self.memory.stages:
-            return cut_by_layer(plan, self.memory.stages, self.piece_bytes)
-        return super()._cut_plan(plan, by_layer)
-
-    def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a load that comes stage by stage. If it ends early, all its blocks count as missing."""
-        return self._accept(job_id, spec, by_layer=True)
-
-    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Make the caller's current stream wait for a layer of a load; say whether that was possible.
-
-        Pieces that are not on the device yet are enqueued first.
-        """
-        self._enter_thread()
-        until = time.monotonic() + timeout
-        while (found := self._follow(job_id, self.memory.stage_of.get(layer))) is None:
-            if time.monotonic() >= until:
-                return False
-            self._wait_a_little({job_id}, self.wait_tick)
-        return found
-
-    def _follow(self, job_id: int, stage: int | None) -> bool | None:
-        """Make the caller's stream wait for a stage of a job, or all of it; say whether that was possible.
-
-        `None`: not all of these pieces are on the device yet.
-        """
-        with self._changed:
-            self._note_progress()
-            job = self._jobs.get(job_id)
-            if job is None:
-                return self._has_succeeded(job_id)
-            needed = job.stage_ends[stage] if job.stage_ends and stage is not None else math.inf
-            if job.ending or (not job.is_enqueued and job.num_enqueued < needed):
-                return False if job.ending else None
-            try:
-                for piece in self._under_way:
-                    if piece.job is job and piece.place < needed:
-                        self._lane.let_follow(piece.number)
-            except TransferError as error:
-                self._break(error)
-                return False
-            return True

@@ -25,8 +25,6 @@ import triton.language as tl
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Part
 
-__all__ = ["SHORT", "STAGED", "PageCopy", "Shape"]
-
 
 class Shape(NamedTuple):
     """A copy's share of the device: at most `programs`, each with `warps` and `program_bytes` in flight."""

@@ -27,7 +27,7 @@ Streams and events are handles, as `driver` takes them; 0 means none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -56,17 +56,6 @@ from kvtier.transfer.cuda.pieces import (
     Piece,
     Rows,
 )
-
-__all__ = [
-    "ALONE_BYTES",
-    "BURST_BYTES",
-    "OPENING_PROGRAMS",
-    "RUN_AHEAD",
-    "Begun",
-    "Lane",
-    "LoadLane",
-    "StoreLane",
-]
 
 RUN_AHEAD = 8
 """The most pieces under way, and the length of the ring. It is a multiple of `BUFFERS`."""
@@ -158,18 +147,16 @@ class Lane(ABC):
             note._replace(heard=row, notes=self._notes, noted=device.event())
             for note, row in zip(self._told, heard, strict=True)
         ]
-        staged = [(group, part) for group, part in self._parts(memory) if not part.direct]
-        self._ways = {id(part): self._find_ways(memory, group, part) for group, part in staged}
+        self._ways = {
+            id(part): self._find_ways(memory, group, part)
+            for group, parts in enumerate(memory.parts)
+            for part in parts
+            if not part.direct
+        }
         self._plain = self._find_plain(memory)
         self.has_plain_jobs = self._plain is not None
         """Whether `begin` may be called."""
         self._scripts: dict[tuple[int, _Route, int, int, bool, bool], Script] = {}
-
-    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
-        """Yield all parts that pieces of this direction may have, with their groups."""
-        for group, parts in enumerate(memory.parts):
-            for part in parts:
-                yield group, part
 
     def _find_ways(self, memory: CudaMemory, group: int, part: Part) -> _Ways:
         staged, short = self._device.kernels(
@@ -367,10 +354,6 @@ class Lane(ABC):
         """Block until a piece has arrived. Any thread may call this, even while another one enqueues."""
         self._submitter.wait_over(self._done[number % RUN_AHEAD])
 
-    def let_follow(self, number: int) -> None:
-        """Make later work on the caller's current stream wait for a piece, on the device."""
-        driver.wait_for(self._device.current_stream(), self._done[number % RUN_AHEAD])
-
     def seconds(self, timer: int, number: int) -> float:
         """Return the device's time from the start of a timer to the arrival of a piece."""
         return self._submitter.seconds_between(timer, self._done[number % RUN_AHEAD])
@@ -413,13 +396,6 @@ class LoadLane(Lane):
     begins_alone = False  # the copy of the next piece would wait for its kernel
     short_bytes = SHORT_LOAD
     gives_way = False
-
-    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
-        yield from super()._parts(memory)
-        for stage in memory.stages:
-            for group, parts in enumerate(stage):
-                for part in parts:
-                    yield group, part
 
     def _write_alone(self, part: Part, turn: int) -> Script:
         note, stream = self._told[turn], self._copies

@@ -11,21 +11,15 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import LayoutError
 from kvtier.pool import Pool
 from kvtier.transfer.base import CanonicalKVCaches
-from kvtier.transfer.cuda.pieces import Part, PoolMap, find_pages, find_stages, split_pages
+from kvtier.transfer.cuda.pieces import PoolMap, find_pages, split_pages
 from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.plan import JobBounds
-
-__all__ = ["BUFFERS", "DIRECT_BYTES", "STAGE_BYTES", "CudaMemory"]
 
 # docs/tuning.md has the measurements for these.
 BUFFERS = 4
 """The staging buffers of each direction. They hold pieces while kernels wait for the engine's kernels."""
 DIRECT_BYTES = 2 << 20
 """From this page size on, pages are copied without a kernel: that is as fast."""
-STAGE_BYTES = 256 << 10
-"""The least bytes of a block in the first stage for loads to come layer by layer: every stage adds a range
-to each row.
-"""
 _ALIGNMENT = 16  # of buffers, so that kernels can move 16 bytes at a time
 _PAGEABLE_BYTES = 1 << 20  # a copy of pageable memory blocks with a lock held, so pieces must be short
 
@@ -41,7 +35,6 @@ class CudaMemory:
         *,
         staging_bytes: int | None = None,
         direct_bytes: int = DIRECT_BYTES,
-        stage_bytes: int = STAGE_BYTES,
         pinning: Pinning | None = None,
     ) -> None:
         """Pin the pool and find the pages. `staging_bytes` defaults to the settings."""
@@ -63,25 +56,5 @@ class CudaMemory:
         self.parts = [
             split_pages(find_pages(kv_caches, group), self.piece_bytes, direct_bytes) for group in groups
         ]
-        self.stages, self.stage_of = self._find_stages(direct_bytes, stage_bytes)
         self.bounds = JobBounds(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
         self.pool_map = PoolMap(self.pinning.address, pool.slot_bytes, self.pinning.seam, config)
-
-    def _find_stages(
-        self, direct_bytes: int, stage_bytes: int
-    ) -> tuple[list[list[tuple[Part, ...]]], dict[str, int]]:
-        """Return the parts of each stage by group, and the stage of each layer; both empty if of no use."""
-        if not self.kv_caches.layer_ends or not self.pinning.pinned:
-            return [], {}
-        found = [find_stages(self.kv_caches, group) for group in range(len(self.parts))]
-        if any(
-            pages is not None and pages.size.sum() < stage_bytes
-            for stages, _ in found
-            for pages in stages[:1]
-        ):
-            return [], {}
-        stages = [
-            [() if pages is None else split_pages(pages, self.piece_bytes, direct_bytes) for pages in stage]
-            for stage in zip(*(stages for stages, _ in found), strict=True)
-        ]
-        return stages, {name: stage for _, stage_of in found for name, stage in stage_of.items()}

@@ -27,8 +27,6 @@ from kvtier.errors import InputError, IntegrityError, TransferError
 from kvtier.pool import Pool
 from kvtier.transfer.cuda import driver
 
-__all__ = ["PIECE_BYTES", "Pinning"]
-
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 30
