@@ -216,28 +216,38 @@ class SlotTable:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def reserve(self, keys: list[OffloadKey], spared: Slots = NO_SLOTS, user: int = 0) -> Reserved:
+    def reserve(self, keys: list[OffloadKey], spared: Slots = NO_SLOTS) -> Reserved:
         """Give slots to as many new keys as possible. Evicts other chunks if needed, but no spared slot."""
-        evicted: list[OffloadKey] = []
-        victims = NO_SLOTS
-        if (needed := len(keys) - self.num_free()) > 0:
-            victims, evicted = self._evict_others(needed, spared) if len(spared) else self._evict(needed)
-            if len(evicted) < needed:
-                keys = keys[: len(evicted) - needed]
-        slots = self._book.reserve(user, keys)
-        self._insert(slots, keys)
-        if self._keeps_ticks:
-            self._stamp(slots)
+        num_free = self.num_free()
+        victims, evicted = self.make_room(len(keys) - num_free, spared)
+        slots = self.take(keys[: num_free + len(evicted)])
         return Reserved(slots, evicted, victims)
 
-    def _evict_others(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
-        """Evict up to `count` chunks, with the spared slots hidden from the policy."""
+    def make_room(self, count: int, spared: Slots = NO_SLOTS) -> tuple[Slots, list[OffloadKey]]:
+        """Evict up to `count` chunks, none of them in a spared slot; return their slots and their keys."""
+        if count <= 0:
+            return NO_SLOTS, []
+        if not len(spared):
+            return self._evict(count)
         hidden = spared[self.evictable[spared]]
         self.evictable[hidden] = False
         try:
             return self._evict(count)
         finally:
             self.evictable[hidden] = True
+
+    def take(self, keys: list[OffloadKey], user: int = 0) -> Slots:
+        """Give free slots to new keys, which are then being written."""
+        slots = self._book.reserve(user, keys)
+        try:
+            self._insert(slots, keys)
+        except BaseException:  # a keyboard interrupt, perhaps: the caller does not learn of the slots
+            self._book.complete(keys)
+            self._book.release(slots)
+            raise
+        if self._keeps_ticks:
+            self._stamp(slots)
+        return slots
 
     def _evict(self, count: int) -> tuple[Slots, list[OffloadKey]]:
         victims = self._choose_victims(count, self.evictable, self.keys)

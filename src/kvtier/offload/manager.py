@@ -160,23 +160,30 @@ class CPUOffloadingManager(OffloadingManager):
             wanted = self._often_enough(wanted)
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
-        spared = NO_SLOTS
-        if len(offered) > len(wanted) > table.num_free():  # chunks will leave, but none of the offer
-            spared = table.held(offered)
-        slots, evicted, _ = table.reserve(wanted, spared, hash(req_context.req_id))
-        if evicted:
-            self._evicted += len(evicted)
-            self._miss_history.add(evicted, _EVICTED)
-            self._events.append(OffloadingEvent(evicted.copy(), _MEDIUM, True))
-        if len(slots) < len(wanted):
-            self._refuse(wanted[len(slots) :])
-            del wanted[len(slots) :]
+        needed = len(wanted) - table.num_free()
+        evicted = self._make_room(needed, offered, wanted) if needed > 0 else []
+        if len(evicted) < needed:
+            self._refuse(wanted[len(evicted) - needed :])
+            del wanted[len(evicted) - needed :]
             if not wanted:
                 return None
+        slots = table.take(wanted, hash(req_context.req_id))
         if self._some_stay or req_context.stays_in_pool:
             self._some_stay = True
             self._stays[slots] = req_context.stays_in_pool
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
+
+    def _make_room(
+        self, count: int, offered: list[OffloadKey], wanted: list[OffloadKey]
+    ) -> list[OffloadKey]:
+        """Evict up to `count` chunks, none of them of the offer, and return their keys."""
+        spared = self._table.held(offered) if len(offered) > len(wanted) else NO_SLOTS
+        _, evicted = self._table.make_room(count, spared)
+        if evicted:
+            self._evicted += len(evicted)
+            self._miss_history.add(evicted, _EVICTED)
+            self._events.append(OffloadingEvent(evicted.copy(), _MEDIUM, True))
+        return evicted
 
     def _often_enough(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Count an offer of each key, and return the keys that have been offered often enough."""
