@@ -25,7 +25,7 @@ from rich.console import Console
 from kvtier.engine import Decoder, Engine, EngineConfig, ModelConfig, random_weights
 from kvtier.engine.assembly import make_decoder
 from kvtier.keys import HASHED_BY
-from kvtier.transfer.pages import COPIED_BY
+from kvtier.transfer.host import COPIED_BY
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",

@@ -21,8 +21,7 @@ from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.engine.config import ModelConfig
 from kvtier.engine.model import Decoder
 from kvtier.engine.weights import random_weights
-from kvtier.offload import CPUOffloadingManager, OffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
+from kvtier.offload import CPUOffloadingManager, OffloadingSpec, OffloadingSpecFactory
 
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {

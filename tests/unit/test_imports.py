@@ -62,7 +62,6 @@ NEED_TORCH = (
     "kvtier.transfer.cuda",
     "kvtier.transfer.host",
     "kvtier.transfer.layout",
-    "kvtier.transfer.spans",
     "kvtier.testing",
 )
 ENGINES = {"vllm", "sglang", "transformers"}

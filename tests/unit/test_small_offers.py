@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.test_arc import NaiveARC
 
-import kvtier.policies.arc
-import kvtier.policies.lru
+import kvtier.policies.recency
 import kvtier.slot_table
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
@@ -110,9 +109,8 @@ def python_manager(policy: str) -> CPUOffloadingManager:
     """Return a manager of which nothing is in C."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvtier.slot_table, "SlotBook", PythonBook)
-        patch.setattr(kvtier.policies.lru, "RecencyList", PythonRecency)
-        patch.setattr(kvtier.policies.arc, "RecencyList", PythonRecency)
-        patch.setattr(kvtier.policies.arc, "GhostLists", PythonGhosts)
+        patch.setattr(kvtier.policies.recency, "RecencyList", PythonRecency)
+        patch.setattr(kvtier.policies.recency, "GhostLists", PythonGhosts)
         return CPUOffloadingManager(CAPACITY, policy)
 
 

@@ -27,8 +27,7 @@ from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.errors import InputError
 from kvtier.events.tracker import Describe
 from kvtier.events.types import KVCacheEvent
-from kvtier.offload.base import OffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
+from kvtier.offload.base import OffloadingSpec, OffloadingSpecFactory
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,6 @@ from typing import Any
 
 from kvtier.config import Recompute
 from kvtier.connector.audit import AuditJob, Audits
-from kvtier.connector.blocks import EngineBlocks
 from kvtier.connector.cost import CostModel, PrefillQueue, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import (
@@ -55,7 +54,14 @@ from kvtier.connector.metadata import (
     TransferReport,
 )
 from kvtier.connector.metrics import ConnectorStats, TransferTimes, describe_tiers, make_registry
-from kvtier.connector.state import ChunkGeometry, GroupState, RequestState, read_params, read_token_limit
+from kvtier.connector.state import (
+    ChunkGeometry,
+    EngineBlocks,
+    GroupState,
+    RequestState,
+    read_params,
+    read_token_limit,
+)
 from kvtier.errors import InputError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent

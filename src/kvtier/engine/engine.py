@@ -65,8 +65,8 @@ from kvtier.engine.weights import load_config, load_weights, random_weights
 from kvtier.errors import InputError, show_value
 from kvtier.events.types import KVCacheEvent
 from kvtier.namespace import WeightsFiles
+from kvtier.offload import OffloadingSpecFactory
 from kvtier.offload.base import OffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
 
 _IDLE_SECONDS = 0.05  # a step without tokens waits this long for a transfer
 _TIER_SECONDS = 0.005  # such a step waits this long for a tier, because a transfer may end meanwhile

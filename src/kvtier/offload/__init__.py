@@ -12,11 +12,11 @@ from kvtier.offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadingSpec,
+    OffloadingSpecFactory,
     PrepareStoreOutput,
     ReqContext,
 )
 from kvtier.offload.cpu import CPUOffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.transfer.base import (

@@ -1,5 +1,5 @@
 """The contracts of offloading: a manager that knows which chunk is stored where, and a spec that makes
-managers and handlers.
+managers and handlers and is found by name.
 
 `OffloadingManager` runs on the scheduler thread and moves no bytes: it decides, and the worker's handlers
 (see `kvtier.transfer`) obey. Nothing here blocks. The state of a chunk in a tier:
@@ -16,9 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from kvtier.errors import InputError
+from kvtier.errors import ConfigError, InputError
 from kvtier.keys import OffloadKey
 from kvtier.transfer.base import (
     BlockIDsLoadStoreSpec,
@@ -312,3 +313,48 @@ class OffloadingSpec(ABC):
     def shutdown(self) -> None:
         """Release the spec's own resources, e.g. its mapping of the pool. Idempotent."""
         return
+
+
+class OffloadingSpecFactory:
+    """Finds specs by name. A spec outside this package is registered once, or named with its module.
+
+    A module is imported when its spec is asked for, not before. One thread calls this while an engine
+    starts.
+    """
+
+    _paths: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
+        """Give a name to a class of a module. A name can be given once."""
+        if name in cls._paths:
+            taken = ":".join(cls._paths[name])
+            raise ConfigError("spec_name", f"expected a new name, got {name!r}, which stands for {taken}")
+        cls._paths[name] = (module_path, class_name)
+
+    @classmethod
+    def get_spec_cls(cls, name: str, module_path: str | None = None) -> type[OffloadingSpec]:
+        """Import the class of a registered name, or the class of that name from `module_path`."""
+        if name not in cls._paths and module_path is None:
+            known = ", ".join(sorted(cls._paths))
+            raise ConfigError(
+                "spec_name", f"expected one of {known}, or spec_module_path to be given, got {name!r}"
+            )
+        module, class_name = cls._paths.get(name) or (str(module_path), name)
+        try:
+            found = getattr(import_module(module), class_name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError("spec_name", f"cannot import {class_name} from {module}: {error}") from error
+        if not (isinstance(found, type) and issubclass(found, OffloadingSpec)):
+            raise ConfigError("spec_name", f"expected a subclass of OffloadingSpec, got {found!r}")
+        return found
+
+    @classmethod
+    def create_spec(
+        cls, config: OffloadingConfig, name: str = "CPUOffloadingSpec", module_path: str | None = None
+    ) -> OffloadingSpec:
+        """Make a spec."""
+        return cls.get_spec_cls(name, module_path)(config)
+
+
+OffloadingSpecFactory.register_spec("CPUOffloadingSpec", "kvtier.offload.cpu", "CPUOffloadingSpec")

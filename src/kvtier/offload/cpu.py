@@ -184,8 +184,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
             memory = CudaMemory(kv_caches, pool, geometry)
             return partial(CudaStoreHandler, memory), partial(CudaLoadHandler, memory)
-        from kvtier.transfer.host import HostLoadHandler, HostStoreHandler
-        from kvtier.transfer.spans import Spans
+        from kvtier.transfer.host import HostLoadHandler, HostStoreHandler, Spans
 
         spans = Spans(kv_caches, pool, geometry)
         return partial(HostStoreHandler, spans), partial(HostLoadHandler, spans)

@@ -13,9 +13,8 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from kvtier.errors import ConfigError, InputError, KVTierError, show_value
-from kvtier.policies.arc import ARCPolicy
 from kvtier.policies.base import CachePolicy, KeysOf, Slots
-from kvtier.policies.lru import LRUPolicy
+from kvtier.policies.recency import ARCPolicy, LRUPolicy
 
 __all__ = [
     "ARCPolicy",
