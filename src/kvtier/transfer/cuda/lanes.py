@@ -328,7 +328,7 @@ class Lane(ABC):
 
     @abstractmethod
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
-        """Write the script of a piece that is copied beside others. With `begins` it is the first of its job."""
+        """Write the script of a piece beside others. With `begins` it is the first of its job."""
 
     def _copy_streams(self, turn: int, after: int) -> _CopyStreams:
         return self._copies, self._side, self._joined[turn], after
