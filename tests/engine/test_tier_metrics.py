@@ -88,7 +88,7 @@ def test_a_line_for_each_tier_at_the_end() -> None:
     }
     tier = tier_stats(**moved, late=2, failed_checks=1)
     summary = Summary(ConnectorStats(), told.append, lambda: 0.0, lambda: [describe_tier(tier)])
-    summary.tell_changes()
+    summary.log_changes()
     assert told == []
     summary.close()
     summary.close()

@@ -161,7 +161,7 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
         engine.settle()
         engine.generate([make_prompt(1, 10)])
         clock.now += INTERVAL
-        engine.connector._summary.tell_changes()
+        engine.connector._summary.log_changes()
         found = {
             metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")
         }
@@ -373,7 +373,7 @@ def tell_stages(monkeypatch: pytest.MonkeyPatch, *others: tuple[int, ...] | str)
     """Play the other pipeline stages for this one; return what this one tells them."""
     import torch
 
-    from kvtier.integrations.vllm import pipeline_stages
+    from kvtier.integrations.vllm import describe
 
     told: list[Any] = []
 
@@ -382,7 +382,7 @@ def tell_stages(monkeypatch: pytest.MonkeyPatch, *others: tuple[int, ...] | str)
         found[:] = [own, *others]
 
     pipeline = SimpleNamespace(world_size=1 + len(others), cpu_group=None)
-    monkeypatch.setattr(pipeline_stages, "get_pp_group", lambda: pipeline)
+    monkeypatch.setattr(describe, "get_pp_group", lambda: pipeline)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     return told
 
@@ -445,7 +445,7 @@ def test_the_scheduler_waits_for_the_handshake_of_pipeline_stages(llama: Path, c
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from kvtier.integrations.vllm import KVTierConnector
-    from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
+    from kvtier.integrations.vllm.describe import KVTierHandshake
 
     config = engine_config(llama, pipeline_parallel_size=2)
     connector = KVTierConnector(config, KVConnectorRole.SCHEDULER, cache_config)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["describe_blocks", "describer", "step_view", "translate_event"]
-
 _HEX_DIGITS = {"blake3": 64, "sha256": 64, "sha512": 128}
 """The length of a digest by each of vLLM's algorithms for media."""
 
