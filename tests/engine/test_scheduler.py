@@ -146,7 +146,7 @@ def test_aborted_requests_are_told_to_the_connector_in_the_next_step() -> None:
     for _ in range(2):  # until it has been told: a step may be cut off before that
         step = engine._scheduler.schedule()
         assert step.view.finished_req_ids == {"r"}
-    engine._scheduler.note_told(step)
+    engine._scheduler.confirm(step)
     assert engine._scheduler.schedule().view.finished_req_ids == set()
 
 

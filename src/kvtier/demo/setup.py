@@ -169,7 +169,7 @@ class DemoSettings:
     dtype: str = "float32"
     compute_dtype: str = "float64"
     disk_folder: Path | None = None
-    """The folder in which the run over a disk makes and removes a folder; `None`: there is no such run."""
+    """The run over a disk makes and removes a folder in this one; with `None` there is no such run."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "concurrency"):

@@ -52,7 +52,7 @@ def describer(vllm_config: VllmConfig) -> Describe:
 
 
 def _media_digest(vllm_config: VllmConfig) -> re.Pattern[str] | None:
-    """Return the form of the digests by which an engine names images and other media; `None`: it has none.
+    """Return the form of the digests by which an engine names images and other media, if it has any.
 
     With both its processor cache and its prefix cache turned off, vLLM counts media and hashes none.
     """

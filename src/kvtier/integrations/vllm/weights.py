@@ -154,7 +154,7 @@ class _Look:
 
     indices: range
     words: torch.Tensor
-    arrival: Any  # an event of CUDA; `None`: the words have come
+    arrival: Any  # an event of CUDA, or `None` if the words have come
     after_clear: bool
     modules_differ: bool
 
