@@ -328,7 +328,7 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_settings_that_do_not_fit_together_are_refused(
     options: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = pools_left()

@@ -254,7 +254,7 @@ def test_large_pages_need_no_kernel_that_the_bus_would_wait_for(
 
 
 @pytest.mark.parametrize(("is_last", "programs"), [(True, 12), (False, lanes.OPENING_PROGRAMS)])
-def test_what_a_long_store_begins_with_leaves_room_for_the_next_gather(
+def test_the_first_kernel_of_a_long_store_leaves_room_for_the_next_gather(
     is_last: bool, programs: int, fake: FakeDriver
 ) -> None:
     rig = Rig(TestLanes(), "blocks_first", page=4096, num_blocks=40, num_slots=40)

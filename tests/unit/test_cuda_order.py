@@ -179,7 +179,7 @@ def test_jobs_that_are_ended_or_fail_leave_nothing_behind(
     soak.close()
 
 
-def test_whoever_polls_sees_what_has_arrived(sim: SimDriver) -> None:
+def test_polling_sees_the_pieces_that_have_arrived(sim: SimDriver) -> None:
     rig = Rig(Lanes(), page=PAGE)
     assert rig.store.transfer_async(0, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
     assert not rig.store.wait({0}, 0)
@@ -235,7 +235,7 @@ def test_a_job_takes_as_long_as_the_last_of_its_pieces(
 
 
 @compiled_only
-def test_what_a_failed_beginning_has_left_is_done_before_the_usual_way(
+def test_the_rest_of_a_failed_beginning_is_done_before_the_usual_way(
     sim: SimDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same buffers and arguments are used again."""

@@ -91,7 +91,7 @@ def test_fields_that_are_read_are_there() -> None:
         assert getattr(kv_events, ours.__name__).__struct_fields__ == ours.__struct_fields__
 
 
-def test_what_vllm_has_not_taken_of_an_output_is_kept(
+def test_the_rest_of_an_output_is_kept_until_vllm_takes_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its failed blocks, a load that vLLM was told of would count as good."""
@@ -149,7 +149,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
+def test_log_lines_and_counts_of_a_run(llama: Path, said: list[str]) -> None:
     clock = ManualClock()
     with vllm_engine(llama, {"cpu": {"capacity": "4MiB"}}) as engine:
         engine.connector._summary.close()
@@ -184,7 +184,7 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     assert len(config.namespace.wait(60)) == 64
 
 
-def test_what_was_done_is_told_although_no_step_follows(
+def test_the_summary_is_logged_although_no_step_follows(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM calls a connector in its steps alone, and an engine that has gone idle makes none."""

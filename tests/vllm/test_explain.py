@@ -50,9 +50,7 @@ def test_an_answer_says_where_its_prompt_came_from(llama: Path) -> None:
     assert loaded["load_seconds"] > 0
 
 
-def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eviction_is_in_the_answer_and_in_the_log(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.integrations.vllm.connector import logger
 
     said: list[str] = []
@@ -73,7 +71,7 @@ def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(
 @pytest.mark.parametrize(
     "asked", [{}, {"kvtier": 5}, {"kvtier": {"explain": "no"}}, {"other": {"explain": True}}]
 )
-def test_who_does_not_ask_gets_nothing(engine: Engine, asked: Any) -> None:
+def test_a_request_without_the_question_gets_no_explanation(engine: Engine, asked: Any) -> None:
     assert explained(engine, make_prompt(0, 40), asked) is None
 
 

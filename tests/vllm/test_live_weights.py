@@ -301,7 +301,7 @@ def watch(model: Any, clock: ManualClock, **more: Any) -> Any:
 
 
 def changed_after(weights: Any, clock: ManualClock, pause: float) -> bool:
-    """Say whether the step that follows a pause finds new weights."""
+    """Return whether the step that follows a pause finds new weights."""
     clock.now += pause
     weights.look()
     found = weights.take_change()
