@@ -190,7 +190,7 @@ class Running:
         self._transfers.stop()
 
     def leave(self) -> bool:
-        """Start no more transfers, without waiting; say whether the running ones are over."""
+        """Start no more transfers, without waiting; return whether the running ones are over."""
         self._leave.set()
         return not self._thread.is_alive()
 

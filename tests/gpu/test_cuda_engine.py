@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from kvtier.config import KVTierConfig
-from kvtier.demo.models import QUICK_MODEL
+from kvtier.demo.setup import QUICK_MODEL
 from kvtier.engine import Decoder, Engine, EngineConfig, ModelConfig, SamplingParams, model, random_weights
 from kvtier.engine.model import ForwardBatch, SequenceSlice
 from kvtier.transfer.cuda import CudaHandler

@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, driver, lanes
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
-from kvtier.transfer.cuda.pinning import Pinning
+from kvtier.transfer.cuda.memory import Pinning
 
 
 class TestCudaHandlers(HandlerSuite):
@@ -187,7 +187,7 @@ def test_a_failed_call_fails_the_job_and_not_the_next(
 ) -> None:
     rig = Rig(TestCudaHandlers(), blocks_per_chunk=2)
     assert isinstance(rig.store, CudaHandler)
-    ways = rig.store._lane._ways
+    ways = rig.store._lane._routes
     with monkeypatch.context() as broken:
         for part, way in ways.items():
             too_many = way.short._replace(threads=1 << 20)

@@ -28,9 +28,8 @@ from kvtier.transfer.base import (
 from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import RUN_AHEAD
-from kvtier.transfer.cuda.memory import BUFFERS
+from kvtier.transfer.cuda.memory import BUFFERS, Pinning
 from kvtier.transfer.cuda.pieces import Ints, Piece, Rows
-from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.layout import canonicalize
 
 
@@ -55,7 +54,7 @@ class HostLane:
 
     def timer(self) -> None: ...
 
-    def take_back(self, fence: threading.Event, timer: None) -> None: ...
+    def recycle(self, fence: threading.Event, timer: None) -> None: ...
 
     def is_over(self, fence: threading.Event) -> bool:
         return fence.is_set()
@@ -63,10 +62,10 @@ class HostLane:
     def wait_over(self, fence: threading.Event) -> None:
         fence.wait()
 
-    def is_plain(self, blocks: Ints, slots: Ints) -> bool:
+    def is_simple(self, blocks: Ints, slots: Ints) -> bool:
         return False
 
-    has_plain_jobs = False
+    has_simple_jobs = False
 
     def enqueue(
         self, piece: Piece, blocks: Ints, rows: Rows, timer: None, oldest: int | None, *, is_last: bool
@@ -74,7 +73,7 @@ class HostLane:
         if self.broken is not None:
             raise self.broken
         part, first, last, _ = piece
-        ranges = self._memory.pool_map.ranges(part.pages, blocks[first:last], rows.places(first, last))
+        ranges = self._memory.pool_map.ranges(part.pages, blocks[first:last], rows.addresses(first, last))
         with self._lock:
             assert len(self._copies) - self._arrived < RUN_AHEAD
             assert self._arrived >= (len(self._copies) if oldest is None else oldest)

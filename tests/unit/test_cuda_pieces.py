@@ -140,7 +140,7 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
     )
     for part in split_pages(pages, 2 * page, 1 << 30):
         align = pool.alignment(part, 0)
-        assert not ((pool.rows(plan).places(0, len(plan)) + part.offset) % align).any()
+        assert not ((pool.rows(plan).addresses(0, len(plan)) + part.offset) % align).any()
         assert align >= expected
 
 
@@ -161,7 +161,7 @@ def test_rows_side_by_side_are_one_range_up_to_a_seam() -> None:
         Pages(*(np.array([value]) for value in (4096, 12288, 12288, 0))),
     )
     plan = plan_of([9, 4, 7, 1, 2, 3], [2, 3, 4, 5, 9, 10])
-    device, host, size = pool.ranges(buffer, np.arange(6), pool.rows(plan).places(0, 6))
+    device, host, size = pool.ranges(buffer, np.arange(6), pool.rows(plan).addresses(0, 6))
     assert ((host - (1 << 40)) // 12288).tolist() == [2, 4, 9]
     assert (size // 12288).tolist() == [2, 2, 2]
     assert ((device - 4096) // 12288).tolist() == [0, 2, 4]
@@ -176,7 +176,7 @@ def test_ranges_are_the_pages_of_the_blocks(slots: list[int], per_chunk: int, di
     pages, blocks = pages_of([1024, 2048], stride=2048), plan.blocks
     if not direct:
         pages, blocks = pages_of([block_bytes], stride=block_bytes), np.arange(len(plan))
-    ranges = pool.ranges(pages, blocks, pool.rows(plan).places(0, len(plan)))
+    ranges = pool.ranges(pages, blocks, pool.rows(plan).addresses(0, len(plan)))
     copied = [
         (device + byte, host + byte)
         for device, host, size in zip(*(column.tolist() for column in ranges), strict=True)

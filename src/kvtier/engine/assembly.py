@@ -30,9 +30,9 @@ _BLOCK_BYTES = 256
 """The approximate bytes of the cache's records for a block."""
 
 _HARMLESS = {
-    "device": "its kind is covered, and its number is a place",
+    "device": "its kind is covered, and its number only says which one",
     "enable_prefix_caching": "which blocks the engine keeps for itself",
-    "kv_events": "what is told of blocks",
+    "kv_events": "what is published about blocks",
     "max_model_len": "how long requests may be; the model's own config decides on positions",
     "max_num_batched_tokens": "in which pieces prompts are computed",
     "max_num_seqs": "which requests run together",

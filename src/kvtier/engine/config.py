@@ -43,11 +43,11 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """The most tokens in one step. Longer prompts are computed in chunks."""
     max_model_len: int | None = None
-    """The most tokens of a request, prompt and output. `None`: as many as the model and the cache allow."""
+    """The most tokens of a request, prompt and output; by default as many as model and cache allow."""
     dtype: str = "float32"
     """The dtype of the weights and of the KV cache."""
     compute_dtype: str | None = None
-    """The dtype of activations; `None`: `dtype`."""
+    """The dtype of activations. With `None` it is `dtype`."""
     device: str = "cpu"
     kv_layout: str = "blocks_first"
     """`blocks_first`: `(num_blocks, 2, …)`; `kv_first`: `(2, num_blocks, …)`."""
@@ -57,7 +57,8 @@ class EngineConfig:
     kv_events: bool | None = None
     """Whether to make KV events.
 
-    `None`: only if the engine has a publisher. `True` without a publisher: `take_events` returns them.
+    With `None`, only if the engine has a publisher. With `True` and no publisher, `take_events` returns
+    them.
     """
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, and the place where a connector is wired to an engine.
+"""The engine: requests in, tokens out, and the calls of a connector in an engine.
 
 A step schedules, computes and samples. The connector's calls are around the forward pass, in
 `_begin_transfers` and `_end_transfers`; the scheduler makes the calls for single requests. S and W are the
@@ -70,7 +70,7 @@ from kvtier.offload.base import OffloadingSpec
 
 _IDLE_SECONDS = 0.05  # a step without tokens waits this long for a transfer
 _TIER_SECONDS = 0.005  # such a step waits this long for a tier, because a transfer may end meanwhile
-_PAUSE_SECONDS = 0.001  # such a step sleeps this long if no transfer runs but reports are missing
+_BACKOFF_SECONDS = 0.001  # such a step sleeps this long if no transfer runs but reports are missing
 
 
 class Model(Protocol):
@@ -88,7 +88,7 @@ class Model(Protocol):
 
 
 class Engine:
-    """An engine that runs requests on one model, with an optional home for the KV that does not fit."""
+    """Runs requests on one model, with optional tiers for the KV that does not fit."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, in any state, and return its output so far.
 
-        `None`: there is no such request any more.
+        Return `None` if there is no such request any more.
         """
         request = self._requests.get(read_text("request_id", request_id))
         if request is None:
@@ -284,7 +284,7 @@ class Engine:
         return [outputs[request_id] for request_id in ids]
 
     def has_unfinished(self) -> bool:
-        """Say whether any request is not over, or has an output that was not returned."""
+        """Return whether any request is not over, or has an output that was not returned."""
         return bool(self._requests or self._outputs)
 
     @property
@@ -320,7 +320,7 @@ class Engine:
     def _step(self) -> None:
         step = self._scheduler.schedule()
         self._begin_transfers(step)
-        self._scheduler.note_told(step)
+        self._scheduler.confirm(step)
         tokens: list[int] = []
         if step.slices:
             logits = self._forward(step.slices)
@@ -353,7 +353,7 @@ class Engine:
             if self.connector is not None and self.connector.wait_for_tiers(_TIER_SECONDS):
                 return
             if not self.worker.wait_for_transfers(max(0.0, until - time.monotonic())):
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(_BACKOFF_SECONDS)
 
     def _end_transfers(self) -> None:
         """Take the workers' output and complete the transfers that are over."""
@@ -413,7 +413,7 @@ class Engine:
         del self._requests[request.request_id]
         self._scheduler.finish(request, reason)
 
-    # -- telling -----------------------------------------------------------------------------------
+    # -- outputs and events ------------------------------------------------------------------------
 
     def _output(self, request: Request) -> RequestOutput:
         reason, first = request.finish_reason, request.first_token_at
@@ -439,7 +439,7 @@ class Engine:
         )
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Say where a prompt came from, and why not all from a cache; `None`: no kvtier, or not known."""
+        """Return where a prompt came from, and why not all from a cache; `None` if that is not known."""
         name = read_text("request_id", request_id)
         return None if self.connector is None else self.connector.explain(name)
 

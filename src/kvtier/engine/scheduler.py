@@ -78,7 +78,7 @@ class Step:
 
 
 class Scheduler:
-    """The owner of every request that is not over."""
+    """Owns every request that is not over."""
 
     def __init__(
         self, config: EngineConfig, cache: KVCache, connector: OffloadingConnector | None = None
@@ -106,10 +106,10 @@ class Scheduler:
         step.view.preempted_req_ids = set(self._preempted)
         return step
 
-    def note_told(self, step: Step) -> None:
-        """Note that the connector, if any, knows of a step.
+    def confirm(self, step: Step) -> None:
+        """Count the changes of a step as known to the connector, if any.
 
-        Until then the next step tells the changes again.
+        Until then the next step reports them again.
         """
         self._finished -= step.view.finished_req_ids
         self._preempted -= step.view.preempted_req_ids
@@ -137,7 +137,7 @@ class Scheduler:
     def _continue(self, step: Step, request: Request, end: int) -> bool:
         """Compute a request up to `end`, preempting younger requests for blocks.
 
-        `False`: there is no younger request, so it waits.
+        Return `False` if there is no younger request, so that it waits.
         """
         while (new_blocks := self._cache.extend(request.table, request.num_computed_tokens, end)) is None:
             if self._release_held():
@@ -178,7 +178,7 @@ class Scheduler:
                 self._continue(step, request, min(request.num_tokens, local + step.budget))
 
     def _make_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether there is room for a request; if need be, free blocks that only stores of finished
+        """Return whether there is room for a request; if need be, free blocks that only stores of finished
         requests read.
         """
         return self._has_room(request, local, end) or (
@@ -186,7 +186,7 @@ class Scheduler:
         )
 
     def _release_held(self) -> bool:
-        """Free the blocks that finished requests keep for their stores; say whether there were any.
+        """Free the blocks that finished requests keep for their stores; return whether there were any.
 
         A store that still reads such a block is ended before the step in which another request gets it.
         """
@@ -196,7 +196,7 @@ class Scheduler:
         return bool(stored)
 
     def _has_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether a request can compute all its tokens and one more, beside the admitted requests."""
+        """Return whether a request can compute all its tokens and one more, beside the admitted requests."""
         promised = sum(
             max(
                 0,
@@ -219,7 +219,7 @@ class Scheduler:
     # -- with a connector --------------------------------------------------------------------------
 
     def _ask(self, request: Request, local: int) -> int | None:
-        """Ask how many tokens beyond the local ones can be loaded; `None`: ask again in the next step."""
+        """Ask how many tokens beyond the local ones can be loaded; `None` means to ask again in a step."""
         if self._connector is None:
             return 0
         external, _ = self._connector.get_num_new_matched_tokens(request, local)

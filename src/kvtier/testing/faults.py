@@ -213,7 +213,7 @@ def with_faults(spec: OffloadingSpec, plan: FaultPlan) -> FaultySpec:
 
 
 def corrupt_pool(where: OffloadingSpec | Pool, rng: np.random.Generator) -> None:
-    """Change every byte of a pool that this process has open, without telling any other object."""
+    """Change every byte of a pool that this process has open, without notifying any other object."""
     while isinstance(where, FaultySpec):
         where = where.spec
     pool = where.open_pool() if isinstance(where, CPUOffloadingSpec) else where

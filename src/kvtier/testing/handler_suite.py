@@ -24,6 +24,7 @@ import pytest
 from kvtier.config import OffloadingConfig
 from kvtier.errors import InputError
 from kvtier.testing.caches import LAYOUTS, Caches, ManualClock, ReferenceTransfer, make_caches, make_config
+from kvtier.testing.pairs import cover_pairs
 from kvtier.transfer.base import (
     NULL_BLOCK,
     CanonicalKVCaches,
@@ -143,10 +144,10 @@ class HandlerSuite:
         rig.check()
         rig.close()
 
-    @pytest.mark.parametrize("num_groups", [1, 2])
-    @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 5])
-    @pytest.mark.parametrize("page", [32, 4096])
-    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize(
+        ("layout", "blocks_per_chunk", "page", "num_groups"),
+        cover_pairs(LAYOUTS, [1, 2, 5], [32, 4096], [1, 2]),
+    )
     def test_bytes_arrive_and_no_others_change(
         self, layout: str, page: int, blocks_per_chunk: int, num_groups: int
     ) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvtier.errors import InputError
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["JobBounds", "Plan", "pair_blocks", "pair_plain"]
+__all__ = ["JobBounds", "Plan", "pair_blocks", "pair_simple"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -98,7 +98,7 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds)
     return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[slots], indices)
 
 
-def pair_plain(blocks: Ints, slots: Ints) -> Plan:
+def pair_simple(blocks: Ints, slots: Ints) -> Plan:
     """Pair blocks with as many slots, for one group whose chunks are single blocks, with no null block."""
     count = len(blocks)
     if count > len(_COUNT):
@@ -116,7 +116,7 @@ def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBo
     least = _check_range("block ids", blocks, bounds.num_blocks)
     _check_range("slots", slots, bounds.num_slots)
     if least != NULL_BLOCK:
-        return pair_plain(blocks, slots)
+        return pair_simple(blocks, slots)
     positions = (blocks != NULL_BLOCK).nonzero()[0]
     nothing = np.zeros(len(positions), np.int64)
     return Plan(positions, nothing, blocks[positions], slots[positions], nothing)

@@ -42,7 +42,7 @@ from kvtier.transfer.cuda.pieces import (
     group_sizes,
 )
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
-from kvtier.transfer.plan import pair_blocks, pair_plain
+from kvtier.transfer.plan import pair_blocks, pair_simple
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +70,13 @@ class CudaJob(Job):
 class _UnderWay(NamedTuple):
     number: int
     job: CudaJob
-    place: int
+    position: int
     """The index of the piece in its job."""
     piece: Piece
 
 
 class CudaHandler(JobHandler[CudaJob]):
-    """The common base of both directions."""
+    """Does the work that is common to both directions."""
 
     lane_type: ClassVar[type[Lane]]
     wait_tick = 0.001
@@ -120,8 +120,8 @@ class CudaHandler(JobHandler[CudaJob]):
     def _cut(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
         """Return the pieces of a job with `sizes[group]` blocks of each group."""
 
-    def _cut_plain(self, num_blocks: int) -> Sequence[Piece]:
-        """Return the pieces of a plain job from a cache: there are few sizes, and the bus is idle now."""
+    def _cut_simple(self, num_blocks: int) -> Sequence[Piece]:
+        """Return the pieces of a simple job from a cache: there are few sizes, and the bus is idle now."""
         size = (num_blocks, self.piece_bytes)
         pieces = self._cuts.get(size)
         if pieces is None:
@@ -132,21 +132,23 @@ class CudaHandler(JobHandler[CudaJob]):
 
     def _make_job(self, job_id: int, ends: Ends, deadline: float) -> CudaJob:
         gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
-        simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
-        if simple and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None:
+        has_one_group = len(gpu.group_sizes) == 1 and (
+            gpu.block_indices is None or gpu.block_indices[0] >= 0
+        )
+        if has_one_group and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None:
             return job
-        plain = simple and self._lane.is_plain(blocks, slots)
-        plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._bounds)
-        fence = None if plain else self._lane.fence()
+        is_simple = has_one_group and self._lane.is_simple(blocks, slots)
+        plan = pair_simple(blocks, slots) if is_simple else pair_blocks(*ends, self._bounds)
+        fence = None if is_simple else self._lane.fence()
         parts, rows = self.memory.parts, self.memory.pool_map.rows(plan)
         pieces = tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes))
         return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence)
 
     def _begin_at_once(self, job_id: int, blocks: Ints, slots: Ints, deadline: float) -> CudaJob | None:
-        """Enqueue the first piece of a job before the job is recorded, if it is the only one and plain."""
-        if self._under_way or self._queue or self.probe is not None or not self._lane.has_plain_jobs:
+        """Enqueue the first piece of a job before the job is recorded, if it is the only one and simple."""
+        if self._under_way or self._queue or self.probe is not None or not self._lane.has_simple_jobs:
             return None
-        pieces = self._cut_plain(len(blocks))
+        pieces = self._cut_simple(len(blocks))
         try:
             begun = self._lane.begin(pieces, blocks, slots)
         except TransferError:  # the usual way will fail too, and reports it as the job's failure
@@ -154,8 +156,8 @@ class CudaHandler(JobHandler[CudaJob]):
             return None
         if begun is None:
             return None
-        job = CudaJob(job_id, pair_plain(blocks, slots), deadline, begun.timer, begun.rows, pieces)
-        self._note_enqueued(job, begun.number)
+        job = CudaJob(job_id, pair_simple(blocks, slots), deadline, begun.timer, begun.rows, pieces)
+        self._record_enqueued(job, begun.number)
         return job
 
     def _begin(self, job: CudaJob) -> None:
@@ -184,10 +186,10 @@ class CudaHandler(JobHandler[CudaJob]):
 
     def _finish(self, job: CudaJob, seconds: float | None, *, success: bool) -> None:
         super()._finish(job, seconds, success=success)
-        self._lane.take_back(job.fence, job.timer)
+        self._lane.recycle(job.fence, job.timer)
 
     def _end(self, job: CudaJob, *, drain: bool = False) -> bool:
-        """Stop a job; say whether it had no result before.
+        """Stop a job; return whether it had no result before.
 
         Wait for its pieces under way, or (`drain`) for those of all jobs.
         """
@@ -223,18 +225,17 @@ class CudaHandler(JobHandler[CudaJob]):
     # -- pieces, with `_lock` held -----------------------------------------------------------------
 
     def _note_progress(self, done: int = -1) -> None:
-        """Note the pieces that have arrived. Those up to number `done` are known to have."""
+        """KernelArgs the pieces that have arrived. Those up to number `done` are known to have."""
         under_way, lane = self._under_way, self._lane
         try:
             while under_way and (under_way[0].number <= done or lane.is_done(under_way[0].number)):
-                number, job, place, piece = under_way.popleft()
+                number, job, position, piece = under_way.popleft()
                 if self._jobs.get(job.job_id) is not job:
                     continue  # the job was ended, and its timer may belong to another job
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
-                if (
-                    place == 0 or place >= len(job.pieces) - 2
-                ):  # these pieces are on three streams, and any of them may arrive last
+                # The first piece and the last two are on three streams, and any of them may arrive last.
+                if position == 0 or position >= len(job.pieces) - 2:
                     job.seconds = max(job.seconds, lane.seconds(job.timer, number))
                 if job.blocks_done == len(job.plan):
                     self._finish(job, job.seconds, success=True)
@@ -242,7 +243,7 @@ class CudaHandler(JobHandler[CudaJob]):
             self._break(error)
 
     def _enqueue_nowait(self) -> bool:
-        """Enqueue the next piece, if that needs no waiting; say whether it was enqueued."""
+        """Enqueue the next piece, if that needs no waiting; return whether it was enqueued."""
         ready = self._queue and self.probe is None and self.memory.pinning.pinned
         if not ready or not self._is_past_fence(self._queue[0]):
             return False
@@ -256,7 +257,7 @@ class CudaHandler(JobHandler[CudaJob]):
             return False
 
     def _enqueue(self, job: CudaJob) -> bool:
-        """Enqueue the next piece of the first job in the queue, if there is room; say whether there was."""
+        """Enqueue the next piece of the first job in the queue; return `False` if there is no room."""
         under_way = self._under_way
         if under_way:
             self._note_progress()
@@ -272,23 +273,23 @@ class CudaHandler(JobHandler[CudaJob]):
                 logger.warning("%s job %d failed: %s", self, job.job_id, error)
                 self._abandon(job)
                 return True
-            self._note_enqueued(job, number)
+            self._record_enqueued(job, number)
         if job.is_enqueued:
             self._queue.popleft()
             if not len(job.plan):
                 self._finish(job, 0.0, success=True)
         return True
 
-    def _note_enqueued(self, job: CudaJob, number: int) -> None:
-        """Note that the next piece of a job was enqueued."""
-        place = job.num_enqueued
-        piece = job.pieces[place]
-        self._under_way.append(_UnderWay(number, job, place, piece))
-        job.num_enqueued = place + 1
+    def _record_enqueued(self, job: CudaJob, number: int) -> None:
+        """KernelArgs that the next piece of a job was enqueued."""
+        position = job.num_enqueued
+        piece = job.pieces[position]
+        self._under_way.append(_UnderWay(number, job, position, piece))
+        job.num_enqueued = position + 1
         job.blocks_begun += piece.completes
 
     def _wait_done(self, number: int) -> bool:
-        """Block until a piece has arrived. `False`: the device is broken."""
+        """Block until a piece has arrived. Return `False` if the device is broken."""
         try:
             self._lane.wait_done(number)
         except TransferError as error:
@@ -321,7 +322,7 @@ class CudaHandler(JobHandler[CudaJob]):
 
 
 class CudaStoreHandler(Stores, CudaHandler):
-    """The handler that copies blocks into the pool."""
+    """Copies blocks into the pool."""
 
     lane_type = StoreLane
 
@@ -329,7 +330,7 @@ class CudaStoreHandler(Stores, CudaHandler):
 
 
 class CudaLoadHandler(Loads, CudaHandler):
-    """The handler that copies blocks out of the pool."""
+    """Copies blocks out of the pool."""
 
     lane_type = LoadLane
 

@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 # docs/tuning.md has the measurements for these.
 MOST_BLOCKS = 4096
-"""The most blocks in one piece: the kernel's note of them is kept in pinned memory."""
+"""The most blocks in one piece: the kernel's arguments are kept in pinned memory."""
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
 """Up to these sizes, one kernel copies a piece that is alone over the bus faster than a buffer would.
 
@@ -89,11 +89,11 @@ class Rows(NamedTuple):
     base: int
     stride: int
 
-    def places(self, first: int, last: int) -> Ints:
+    def addresses(self, first: int, last: int) -> Ints:
         """Return the addresses of blocks `[first, last)` of a job."""
         ids = np.arange(last - first) if self.ids is None else self.ids[first:last]
-        places: Ints = ids * self.stride + self.base
-        return places
+        addresses: Ints = ids * self.stride + self.base
+        return addresses
 
 
 class Ranges(NamedTuple):
@@ -221,13 +221,13 @@ class PoolMap:
         """Return the alignment of all addresses of a part of a group's blocks, at most 16."""
         return math.gcd(16, self.first, self.slot_bytes, int(self._block_bytes[group]), part.offset)
 
-    def ranges(self, pages: Pages, blocks: Ints, places: Ints) -> Ranges:
-        """Return the ranges to copy between pages on the device and blocks in the pool.
+    def ranges(self, pages: Pages, blocks: Ints, rows: Ints) -> Ranges:
+        """Return the ranges to copy between pages on the device and rows in the pool, given by address.
 
         Ranges that are neighbours at both ends are joined.
         """
         device = (pages.base + blocks[:, None] * pages.stride).ravel()
-        host = (places[:, None] + pages.offset).ravel()
+        host = (rows[:, None] + pages.offset).ravel()
         size = np.tile(pages.size, len(blocks))
         seam = (host - self.address) // self.seam
         goes_on = (np.diff(host) == size[:-1]) & (np.diff(device) == size[:-1]) & (np.diff(seam) == 0)
