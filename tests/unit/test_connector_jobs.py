@@ -25,7 +25,7 @@ def load(*keys: OffloadKey, ranks: int = 1) -> LoadJob:
     return LoadJob(
         request=REQUEST, keys=list(keys), gpu_end=end, blocks_per_chunk=1, num_bytes=8,
         missing_ranks=set(range(ranks)), deadline=2.0, local=0, end=16 * len(keys), block_sizes=(16,),
-        patience=1.0,
+        wait_budget=1.0,
     )  # fmt: skip
 
 

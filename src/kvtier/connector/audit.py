@@ -152,12 +152,12 @@ class Audits:
         chunks = [self._take_computed(state, group, available, allocated_at) for group in state.groups]
         first_left = min(available // group.chunk_size * group.chunk_size for group in self._geometry.groups)
         state.audit = range(max(state.audit.start, first_left), state.audit.stop)
-        keys = [key for places in chunks for key in places]
+        keys = [key for group in chunks for key in group]
         most = min(_MOST_CHUNKS, max(1, self._config.num_slots // _SCRATCH_SHARE))
         if len(keys) > most:
             chosen = set(islice(keys, 0, None, -(-len(keys) // most)))
-            chunks = [{key: at for key, at in places.items() if key in chosen} for places in chunks]
-            keys = [key for places in chunks for key in places]
+            chunks = [{key: at for key, at in group.items() if key in chosen} for group in chunks]
+            keys = [key for group in chunks for key in group]
         if not keys:
             return None
         kept = ReadLease(self._manager, keys, self._manager.prepare_load(keys, NO_REQUEST))
@@ -198,7 +198,7 @@ class Audits:
         held = self._manager.lookup_many(list(chunks), state.context)
         return {key: at for (key, at), is_held in zip(chunks.items(), held, strict=True) if is_held}
 
-    def take_verdict(self, job: AuditJob) -> bool:
+    def judge(self, job: AuditJob) -> bool:
         """Drop the wrong rows of an audit in all tiers; return whether all rows must be distrusted now."""
         self.largest_distance = max(self.largest_distance, job.distance)
         if wrong := job.wrong():

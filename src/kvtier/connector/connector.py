@@ -32,8 +32,6 @@ from kvtier.offload.base import OffloadingSpec, OffloadingSpecFactory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OffloadingConnector"]
-
 
 class OffloadingConnector:
     """One half of the connector. Calling a method of the other half raises `InputError`."""
@@ -78,7 +76,7 @@ class OffloadingConnector:
     # The scheduler's side.
 
     def on_new_request(self, request: RequestView) -> None:
-        """Note that a request was queued. An earlier request may have had the same id."""
+        """Record that a request was queued. An earlier request may have had the same id."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -90,7 +88,7 @@ class OffloadingConnector:
     def update_state_after_alloc(
         self, request: RequestView, blocks: BlockIds, num_external_tokens: int
     ) -> None:
-        """Note the blocks that a request got; with external tokens, plan their load."""
+        """Record the blocks that a request got; with external tokens, plan their load."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: StepView) -> OffloadingConnectorMetadata:
@@ -104,7 +102,10 @@ class OffloadingConnector:
     def request_finished(
         self, request: RequestView, block_ids: BlockIds | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. `True`: keep its blocks, and do not reuse its id, until an output names it."""
+        """End a request.
+
+        `True` means that its blocks must be kept, and its id not reused, until an output names it.
+        """
         return self._scheduler.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -116,7 +117,7 @@ class OffloadingConnector:
         return self._scheduler.retell_events()
 
     def explain(self, req_id: ReqId) -> Explanation | None:
-        """Say where a request's prompt came from."""
+        """Return where a request's prompt came from."""
         return self._scheduler.explain(req_id)
 
     def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
@@ -124,17 +125,17 @@ class OffloadingConnector:
         return self._scheduler.reset_cache(kept_blocks)
 
     def forget_stale_blocks(self) -> None:
-        """Note that the engine has none of the blocks any more that it kept at the last reset."""
+        """Record that the engine has none of the blocks any more that it kept at the last reset."""
         self._scheduler.forget_stale_blocks()
 
     def has_pending_push_work(self) -> bool:
-        """Say whether the engine must keep stepping although it has no requests."""
+        """Return whether the engine must keep stepping although it has no requests."""
         return self._scheduler.has_pending_push_work()
 
     def wait_for_tiers(self, timeout: float) -> bool:
         """Block until chunks from a tier may have come, for an engine that has nothing else to do.
 
-        `False`: no chunk is on its way.
+        Returns `False` if no chunk is on its way.
         """
         return self._scheduler.wait_for_tiers(timeout)
 
@@ -190,7 +191,7 @@ class OffloadingConnector:
         self._worker.start_store_kv(self._bound())
 
     def take_output(self) -> KVConnectorOutput:
-        """Take everything that this worker tells after a step."""
+        """Take this worker's message after a step."""
         return self._worker.take_output()
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
@@ -203,7 +204,7 @@ class OffloadingConnector:
     def wait_for_transfers(self, timeout: float) -> bool:
         """Block until a transfer is over or `timeout` seconds have passed.
 
-        This is for an engine with nothing else to do. `False`: no transfer runs.
+        This is for an engine with nothing else to do. Returns `False` if no transfer runs.
         """
         return self._worker.wait_for_transfers(timeout)
 

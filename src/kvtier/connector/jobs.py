@@ -148,7 +148,7 @@ class LoadJob(PlannedJob):
     """The chunks in the pool; `None` if they are not there any more, and the load fails before it begins."""
     block_sizes: tuple[int, ...]
     """The number of tokens in a block, by group."""
-    patience: float
+    wait_budget: float
     """Seconds after which computing is the better choice."""
     promoted_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens that were in the pool only because they had been promoted, by tier."""
@@ -248,7 +248,7 @@ def expect_loadable(state: RequestState, end: int) -> None:
             )
 
 
-def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience: float) -> LoadJob:
+def plan_load(config: OffloadingConfig, state: RequestState, end: int, wait_budget: float) -> LoadJob:
     """Plan the load of `[state.local, end)` into the blocks that the request holds."""
     gpu_end = _GPUEnd(len(state.groups))
     keys: list[OffloadKey] = []
@@ -270,7 +270,7 @@ def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience:
         local=state.local,
         end=end,
         block_sizes=tuple(group.geometry.block_size for group in state.groups),
-        patience=patience,
+        wait_budget=wait_budget,
     )
 
 
@@ -333,9 +333,9 @@ def gpu_end_of(
     """Return the GPU end of a store of whole chunks, and its bytes over all ranks that store."""
     gpu_end = _GPUEnd(len(state.groups))
     per_chunk = config.settings.blocks_per_chunk
-    for group, places in zip(state.groups, chunks, strict=True):
-        if places:
-            positions = list(places.values())
+    for group, chunks_of_group in zip(state.groups, chunks, strict=True):
+        if chunks_of_group:
+            positions = list(chunks_of_group.values())
             gpu_end.add(group.geometry.index, positions[0] * per_chunk, group.blocks_of(positions))
     return gpu_end.spec(), gpu_end.num_bytes(config) // config.replicas
 
@@ -455,13 +455,13 @@ class RunningJobs:
             job.void = True
 
     def end_orders(self, now: float) -> dict[int, EndOrder]:
-        """Return the orders to end jobs: expired jobs, and loads that are void or exceed their patience.
+        """Return the orders to end jobs: expired jobs, and loads that are void or exceed their wait budget.
 
         The orders name only some of very many expired jobs; the next call names the next ones.
         """
         if not self._jobs and not self._expired:  # most steps
             return {}
-        loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
+        loads = [job for job in self.loads() if job.void or now > job.started + job.wait_budget]
         expired = list(islice(self._expired.values(), _MAX_ASKED))
         for job in expired:
             self._expired.move_to_end(job.job_id)

@@ -185,7 +185,7 @@ class OffloadingConnectorScheduler:
         limited = (
             limit < request.num_tokens and self._geometry.next_chunk_end(match.reach) <= request.num_tokens
         )
-        self._explainer.note_match(state, match, end, limited=limited)
+        self._explainer.explain_match(state, match, end, limited=limited)
         # The last token is always computed.
         self._prefill.put(request.request_id, max(1, request.num_tokens - end))
         return end - state.local, end > state.local
@@ -199,7 +199,7 @@ class OffloadingConnectorScheduler:
         state = self._track(request)
         state.has_run = True
         if self._blocks.allocate(state, blocks):
-            self._explainer.note_stale_prefix(state)
+            self._explainer.explain_stale_prefix(state)
         if state.audit:  # its rows should still be there when it has computed them
             self.manager.touch(state.all_keys(), state.context)
         if num_external_tokens:
@@ -280,7 +280,7 @@ class OffloadingConnectorScheduler:
             if state is None or available < state.next_offer or blocks.step < state.retry_store_at:
                 continue
             state.extend_keys()
-            self.stats.count_tokens(self._explainer.note_run(state))
+            self.stats.count_tokens(self._explainer.explain_run(state))
             if state.epoch != blocks.epoch:
                 continue  # its blocks, or the KV they were computed from, are older than the last reset
             available = self._geometry.num_final(min(available, state.view.num_tokens))
@@ -320,8 +320,8 @@ class OffloadingConnectorScheduler:
     def _describe_chunks(self, state: RequestState, chunks: list[dict[OffloadKey, int]]) -> None:
         """Record the chunks of a store for the event stream, while the request still exists."""
         if self._tracker.enabled:
-            for group, places in zip(state.groups, chunks, strict=True):
-                for key, position in places.items():
+            for group, positions in zip(state.groups, chunks, strict=True):
+                for key, position in positions.items():
                     self._tracker.record_store(state.view, group.geometry, position, key)
 
     # -- completing --------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class OffloadingConnectorScheduler:
                 self.cost.note_load(result.transfer_size * world_size, seconds)
             return
         waited = self._clock() - job.started
-        if seconds is None and waited >= min(job.patience, job.deadline):
+        if seconds is None and waited >= min(job.wait_budget, job.deadline):
             seconds = waited
         self.cost.note_lost_load(job.num_bytes, seconds or 0.0)
 
@@ -424,13 +424,13 @@ class OffloadingConnectorScheduler:
         """Record the end of a load, and let its request go on."""
         self.stats.count_load(job)
         now = self._clock()
-        self.times.note(job)
+        self.times.add(job)
         self._ended.finished_recving.add(job.req_id)
         if invalid := job.invalid_block_ids():
             self._ended.failed_recving.add(job.req_id)
             self._ended.invalid_block_ids |= invalid
         was_ended = job.void or (
-            not job.expired and job.started + job.patience < min(now, job.started + job.deadline)
+            not job.expired and job.started + job.wait_budget < min(now, job.started + job.deadline)
         )
         state = job.request
         self._jobs.end(job)
@@ -442,7 +442,7 @@ class OffloadingConnectorScheduler:
                 self.manager.discard(failing, MissReason.IO_FAILED)
         if state.finished:
             return
-        self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute, now - job.started))
+        self.stats.count_tokens(self._explainer.explain_load(state, job, self._recompute, now - job.started))
         if job.failed:
             state.may_load, state.next_offer = False, 0
             for group in state.groups:
@@ -454,7 +454,7 @@ class OffloadingConnectorScheduler:
         if (audit.failed and not num_wrong) or audit.epoch != self._blocks.epoch:
             return
         self.stats.count_audit(audit, num_wrong)
-        if self._audits.take_verdict(audit):
+        if self._audits.judge(audit):
             logger.error(
                 "audit: kept KV is not what this engine computes, again and again: all of it is dropped, and"
                 " this process leaves its namespace, so that it shares nothing with others from now on"
@@ -470,7 +470,7 @@ class OffloadingConnectorScheduler:
         """
         if not isinstance(job, AuditJob):
             self.stats.count_store(job)
-            self.times.note(job)
+            self.times.add(job)
         state = job.request
         had_blocks = self._jobs.end(job)
         if had_blocks and state.finished and not state.store_jobs and not self._is_used_again(job.req_id):
@@ -487,8 +487,8 @@ class OffloadingConnectorScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request, in whatever state it is.
 
-        `True`: its blocks must stay until an output names it: in `finished_recving` if a load runs, else in
-        `finished_sending`.
+        `True` means that its blocks must stay until an output names it: in `finished_recving` if a load
+        runs, else in `finished_sending`.
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
@@ -504,7 +504,7 @@ class OffloadingConnectorScheduler:
         return state.load_job is not None or bool(state.store_jobs), None
 
     def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
-        """Empty every tier and tell the event stream.
+        """Empty every tier and announce it in the event stream.
 
         Running jobs end by themselves and leave nothing behind.
 
@@ -529,13 +529,13 @@ class OffloadingConnectorScheduler:
         """Record that the engine goes on from no KV of before the last reset any more."""
         self._blocks.stale.clear()
 
-    # -- telling -----------------------------------------------------------------------------------
+    # -- reporting -----------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Take the changes of the tiers since the last call."""
         self._translate_events()
-        told, self._events_to_take = self._events_to_take, []
-        return told
+        events, self._events_to_take = self._events_to_take, []
+        return events
 
     def retell_events(self) -> Iterable[KVCacheEvent]:
         """Take events that announce the whole content of the tiers again, instead of the changes.
@@ -575,7 +575,7 @@ class OffloadingConnectorScheduler:
     def wait_for_tiers(self, timeout: float) -> bool:
         """Block until a promotion may have come, for an engine with nothing else to do.
 
-        `False`: no promotion is on its way.
+        Returns `False` if no promotion is on its way.
         """
         return self._tiered is not None and self._tiered.wait_any(timeout)
 
@@ -596,11 +596,13 @@ class OffloadingConnectorScheduler:
             state = self._requests[request.request_id] = RequestState(
                 request, context, groups, self._blocks.epoch
             )
-            config, told = self.spec.config, self._bad_params
+            config, log_limit = self.spec.config, self._bad_params
             state.store_limit = (
-                read_token_limit(params, "max_offload_tokens", told) if config.may_store else 0
+                read_token_limit(params, "max_offload_tokens", log_limit) if config.may_store else 0
             )
-            state.load_limit = read_token_limit(params, "max_load_tokens", told) if config.may_load else 0
+            state.load_limit = (
+                read_token_limit(params, "max_load_tokens", log_limit) if config.may_load else 0
+            )
         return state
 
     def _is_keyed_by_content(self, request: RequestView) -> bool:
@@ -610,5 +612,5 @@ class OffloadingConnectorScheduler:
         """
         if self._describe is None:
             return False
-        told = self._describe(request, 0, 0, self._geometry.groups[0].block_size)
-        return told.keyed_by_content and told.lora_name is None and told.lora_id is None
+        description = self._describe(request, 0, 0, self._geometry.groups[0].block_size)
+        return description.keyed_by_content and description.lora_name is None and description.lora_id is None

@@ -189,7 +189,7 @@ class RequestState:
     groups: tuple[GroupState, ...]
     epoch: int | None = 0
     """The number of resets of the tiers before the engine last asked. The request's blocks were computed
-    after the last of these; `None`: from KV of before it, which the engine still had.
+    after the last of these; `None` means from KV of before it, which the engine still had.
     """
     local: int = 0
     """The number of tokens on the GPU when the engine last asked."""
@@ -261,8 +261,8 @@ class RequestState:
             return list(chunks[0])
         placed = [
             ((position + 1) * group.geometry.chunk_size, group.geometry.index, key)
-            for group, places in zip(self.groups, chunks, strict=True)
-            for key, position in places.items()
+            for group, positions in zip(self.groups, chunks, strict=True)
+            for key, position in positions.items()
         ]
         return [key for _, _, key in sorted(placed)]
 

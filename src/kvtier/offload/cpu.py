@@ -39,8 +39,6 @@ from kvtier.transfer.compare import RowComparer
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
-__all__ = ["CPUOffloadingSpec"]
-
 logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 2.0

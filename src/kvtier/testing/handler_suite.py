@@ -35,8 +35,6 @@ from kvtier.transfer.base import (
 )
 from kvtier.transfer.layout import canonicalize
 
-__all__ = ["HandlerSuite", "Handlers"]
-
 PATIENCE = 30.0  # seconds until a wait that should have ended fails the test
 DEADLINE = 10.0  # seconds of the manual clock
 

@@ -87,7 +87,7 @@ class HostMemory:
         return view.numpy()
 
     def fence(self) -> Callable[[], object]:
-        """Return a function that waits until the engine has done all writes it was told to do so far."""
+        """Return a function that waits until the engine has done all writes that it was given so far."""
         return lambda: None
 
     def store(self, spans: list[Span], blocks: Plan) -> None:
@@ -102,7 +102,7 @@ class HostMemory:
 
 
 class DeviceMemory(HostMemory):
-    """An engine whose tensors are on a CUDA device: plain copies through pageable memory, on its stream."""
+    """An engine whose tensors are on a CUDA device: simple copies through pageable memory, on its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -286,14 +286,14 @@ class HostHandler(JobHandler[HostJob]):
 
 
 class HostStoreHandler(Stores, HostHandler):
-    """The handler that copies blocks into the pool."""
+    """Copies blocks into the pool."""
 
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         self.spans.memory.store(spans, blocks)
 
 
 class HostLoadHandler(Loads, HostHandler):
-    """The handler that copies blocks out of the pool."""
+    """Copies blocks out of the pool."""
 
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         self.spans.memory.load(spans, blocks)

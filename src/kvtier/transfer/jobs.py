@@ -38,8 +38,6 @@ from kvtier.transfer.base import (
 )
 from kvtier.transfer.plan import JobBounds, Plan, pair_blocks
 
-__all__ = ["Clock", "Ends", "Job", "JobHandler", "Loads", "Stores"]
-
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
@@ -120,7 +118,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def _make_job(self, job_id: int, ends: Ends, deadline: float) -> J:
         """Return a new job, or raise `InputError`.
 
-        The job follows all work that the engine has been told to do so far.
+        The job follows all work that the engine has been given so far.
         """
 
     @abstractmethod
@@ -133,7 +131,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     @abstractmethod
     def _end(self, job: J) -> bool:
-        """Stop a job and give it its result; say whether it had no result before.
+        """Stop a job and give it its result; return whether it had no result before.
 
         Afterwards the job touches no memory.
         """
@@ -149,8 +147,8 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """Prepare the calling thread, if it calls for the first time."""
         return
 
-    def _note_progress(self) -> None:
-        """Note the blocks that have arrived. `_lock` is held."""
+    def _update_progress(self) -> None:
+        """Record the blocks that have arrived. `_lock` is held."""
         return
 
     def _abandon(self, job: J) -> None:
@@ -191,15 +189,15 @@ class JobHandler(OffloadingHandler, Generic[J]):
         if self._jobs:
             self._enter_thread()
             with self._lock:
-                self._note_progress()
+                self._update_progress()
             self._end_late_jobs()
         with self._lock:
             taken, self._results = self._results, []
         return taken
 
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        """Block until these jobs are over, until their deadlines at most, or until `timeout`; say whether
-        they are over.
+        """Block until these jobs are over, until their deadlines at most, or until `timeout`; return
+        whether they are over.
         """
         until = None if timeout is None else time.monotonic() + timeout
         self._enter_thread()
@@ -208,14 +206,14 @@ class JobHandler(OffloadingHandler, Generic[J]):
             left = self.wait_tick if until is None else until - time.monotonic()
             if left <= 0:
                 with self._lock:
-                    self._note_progress()
+                    self._update_progress()
                 return self._are_over(job_ids)
             self._wait_a_little(job_ids, min(left, self.wait_tick))
             self._end_late_jobs()
         return True
 
     def wait_ending(self, job: J, timeout: float | None = None) -> bool:
-        """Block until a job is being ended, or `timeout`; say whether it is ending.
+        """Block until a job is being ended, or `timeout`; return whether it is ending.
 
         Probes use this to let a job hang.
         """
@@ -296,7 +294,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             # Jobs are in the order of their deadlines.
             late = list(takewhile(lambda job: now > job.deadline, self._jobs.values()))
             if late:
-                self._note_progress()
+                self._update_progress()
         for job in reversed(late):  # the last first, so that ending the running job does not start another
             if self._end(job):
                 logger.warning("%s job %d was not over after %.3g s", self, job.job_id, self._deadline)

@@ -1,4 +1,4 @@
-"""`Plan`: the two ends of a job, paired block by block: each block with its place in a slot.
+"""`Plan`: the two ends of a job, paired block by block: each block with its index in a slot.
 
     blocks_per_chunk = 4, block_indices = (6,):
         blocks of the request   6  7 | 8  9 10 11 | 12
@@ -6,7 +6,7 @@
         index in the slot       2  3 | 0  1  2  3 | 0
 
 Each group with blocks begins a new slot, so it takes `ceil((size + skipped) / blocks_per_chunk)` slots. Null
-blocks take a place in a slot but have no bytes. Everything is checked before any memory is touched. These
+blocks take an index in a slot but have no bytes. Everything is checked before any memory is touched. These
 are pure functions over numpy arrays, without torch. Every handler uses them; any thread may call them.
 """
 
@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from kvtier.errors import InputError
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
-
-__all__ = ["JobBounds", "Plan", "pair_blocks", "pair_simple"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -84,17 +82,17 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds)
         raise InputError(f"expected {sum(taken)} slots for {wants}, got {len(cpu.block_ids)}")
     _check_range("block ids", gpu.block_ids, bounds.num_blocks)
     _check_range("slots", cpu.block_ids, bounds.num_slots)
-    # places count through all of the job's slots, block by block
+    # Offsets count through all of the job's slots, block by block.
     per_chunk = bounds.blocks_per_chunk
     firsts = [sum(taken[:group]) * per_chunk + skip for group, skip in enumerate(skipped)]
     sizes = gpu.group_sizes
-    places = _join([np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)])
+    offsets = _join([np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)])
     groups = _join([np.full(size, group) for group, size in enumerate(sizes)])
     there = gpu.block_ids != NULL_BLOCK
-    positions = np.arange(len(places))
+    positions = np.arange(len(offsets))
     if not there.all():
-        positions, places, groups = positions[there], places[there], groups[there]
-    slots, indices = np.divmod(places, per_chunk)
+        positions, offsets, groups = positions[there], offsets[there], groups[there]
+    slots, indices = np.divmod(offsets, per_chunk)
     return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[slots], indices)
 
 

@@ -182,7 +182,7 @@ class CudaHandler(JobHandler[CudaJob]):
             oldest = self._under_way[0].number
         if self._wait_done(oldest):
             with self._lock:
-                self._note_progress(oldest)
+                self._update_progress(oldest)
 
     def _finish(self, job: CudaJob, seconds: float | None, *, success: bool) -> None:
         super()._finish(job, seconds, success=success)
@@ -204,7 +204,7 @@ class CudaHandler(JobHandler[CudaJob]):
         if drain:
             self._drain()
         with self._changed:
-            self._note_progress()
+            self._update_progress()
             unfinished = self._jobs.get(job.job_id) is job
             if unfinished:
                 self._finish(job, None, success=False)
@@ -224,7 +224,7 @@ class CudaHandler(JobHandler[CudaJob]):
 
     # -- pieces, with `_lock` held -----------------------------------------------------------------
 
-    def _note_progress(self, done: int = -1) -> None:
+    def _update_progress(self, done: int = -1) -> None:
         """KernelArgs the pieces that have arrived. Those up to number `done` are known to have."""
         under_way, lane = self._under_way, self._lane
         try:
@@ -260,7 +260,7 @@ class CudaHandler(JobHandler[CudaJob]):
         """Enqueue the next piece of the first job in the queue; return `False` if there is no room."""
         under_way = self._under_way
         if under_way:
-            self._note_progress()
+            self._update_progress()
         if len(under_way) >= RUN_AHEAD or job not in self._queue:
             return False
         if not job.is_enqueued:
