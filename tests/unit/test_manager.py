@@ -14,6 +14,7 @@ import pytest
 from kvtier.errors import ConfigError, InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, MissReason, ReqContext
+from kvtier.offload.base import ReadLease, WriteLease
 from kvtier.policies import KeysOf, LRUPolicy, Slots
 from kvtier.testing.manager_suite import keys
 
@@ -413,6 +414,67 @@ class TestLoads:
         manager.complete_store(keys(1, 2))
         manager.prepare_load(keys(1, 2), A).block_ids[:] = 99
         manager.complete_load(keys(1, 2))
+        manager.check()
+
+
+class TestLeases:
+    """A job gives its slots back once, in parts or whole, whatever became of the chunks meanwhile."""
+
+    def write(self, manager: CPUOffloadingManager, *numbers: int) -> WriteLease:
+        output = manager.prepare_store(keys(*numbers), A)
+        assert output is not None
+        return WriteLease(manager, output.keys_to_store, output.store_spec)
+
+    def read(self, manager: CPUOffloadingManager, *numbers: int) -> ReadLease:
+        return ReadLease(manager, keys(*numbers), manager.prepare_load(keys(*numbers), A))
+
+    def test_a_store_commits_the_chunks_that_it_does_not_abandon(self) -> None:
+        manager = CPUOffloadingManager(4)
+        lease = self.write(manager, 1, 2, 3, 4)
+        lease.abandon({3, 1})
+        lease.commit([0])
+        lease.commit()
+        assert manager.lookup_many(keys(1, 2, 3, 4), A) == [True, False, True, False]
+        assert (manager.stats().writing, manager.stats().free) == (0, 2)
+        manager.check()
+
+    def test_a_load_releases_its_chunks_in_parts(self) -> None:
+        manager = CPUOffloadingManager(4)
+        store(manager, 1, 2, 3)
+        lease = self.read(manager, 1, 2, 3)
+        lease.release([2])
+        assert manager.stats().reading == 2
+        lease.release()
+        assert manager.stats().reading == 0
+        manager.check()
+
+    @pytest.mark.parametrize("positions", [None, [0], [0, 2]])
+    def test_slots_are_given_back_once(self, positions: list[int] | None) -> None:
+        manager = CPUOffloadingManager(4)
+        store(manager, 1, 2, 3)
+        other, lease = self.read(manager, 1, 2, 3), self.read(manager, 1, 2, 3)
+        lease.release(positions)
+        with pytest.raises(InputError, match="expected positions that are left"):
+            lease.release([0, 1])
+        lease.release()
+        lease.release()
+        assert manager.stats().reading == 3, "the other job still reads them"
+        other.release()
+        assert manager.stats().reading == 0
+
+    def test_leases_of_before_a_reset_leave_the_chunks_of_after_it_alone(self) -> None:
+        manager = CPUOffloadingManager(6)
+        store(manager, 1, 2)
+        read, written = self.read(manager, 1, 2), self.write(manager, 3)
+        manager.reset_cache()
+        again = self.write(manager, 1, 2, 3)
+        read.release([1])
+        written.commit()
+        read.release()
+        assert manager.lookup_many(keys(1, 2, 3), A) == [None, None, None]
+        again.commit()
+        assert manager.lookup_many(keys(1, 2, 3), A) == [True, True, True]
+        assert (manager.stats().doomed, manager.stats().free) == (0, 3)
         manager.check()
 
 

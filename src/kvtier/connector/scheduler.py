@@ -297,11 +297,10 @@ class OffloadingConnectorScheduler:
             )
             limit = min(limit for limit in limits if limit is not None)
             wanted = chunks_to_store(self._geometry, state, limit, blocks.handed_out_at)
-            if any(wanted) and (store := self._plan_store(state, wanted)) is not None:
-                self._start(store)
+            if any(wanted) and (store := self._start_store(state, wanted)) is not None:
                 yield store
 
-    def _plan_store(self, state: RequestState, wanted: list[dict[OffloadKey, int]]) -> StoreJob | None:
+    def _start_store(self, state: RequestState, wanted: list[dict[OffloadKey, int]]) -> StoreJob | None:
         output = self.manager.prepare_store(state.head_to_tail(wanted), state.context)
         if output is None:
             state.retry_store_at, state.next_offer = self._blocks.step + _STORE_RETRY_STEPS, 0
@@ -314,8 +313,10 @@ class OffloadingConnectorScheduler:
         taken = [{key: chunks[key] for key in output.keys_to_store if key in chunks} for chunks in wanted]
         keys = [key for chunks in taken for key in chunks]
         lease = WriteLease(self.manager, keys, reordered(output.store_spec, output.keys_to_store, keys))
+        job = plan_store(self.spec.config, state, taken, lease)
+        self._start(job)  # first, because only a started job gives its slots back
         self._describe_chunks(state, taken)
-        return plan_store(self.spec.config, state, taken, lease)
+        return job
 
     def _describe_chunks(self, state: RequestState, chunks: list[dict[OffloadKey, int]]) -> None:
         """Record the chunks of a store for the event stream, while the request still exists."""
