@@ -114,7 +114,7 @@ class TestAdmission:
 
 
 class TestReasons:
-    def test_what_did_not_fit_was_refused(self) -> None:
+    def test_chunks_that_do_not_fit_are_refused(self) -> None:
         manager = CPUOffloadingManager(2)
         store(manager, 1, 2, 3)
         assert [manager.explain(key) for key in keys(2, 3, 4)] == [
@@ -175,7 +175,7 @@ class TestTouch:
         manager.touch(keys(8), A)
         assert spy.touched == [([2, 0, 3], [True, False, True]), ([0, 3], [True, True])]
 
-    def test_what_is_being_written_can_be_used(self) -> None:
+    def test_chunks_being_written_can_be_used(self) -> None:
         manager = CPUOffloadingManager(2, spy := Spy(2))
         assert manager.prepare_store(keys(1), A) is not None
         manager.touch(keys(1), A)
@@ -496,7 +496,7 @@ def test_stats_add_up() -> None:
     assert (stats.stored, stats.evicted, stats.refused) == (5, 2, 0)
 
 
-def test_what_is_returned_is_not_what_is_announced() -> None:
+def test_returned_keys_are_not_the_announced_list() -> None:
     manager = CPUOffloadingManager(1)
     store(manager, 1)
     output = manager.prepare_store(keys(2), A)

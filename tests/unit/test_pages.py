@@ -78,7 +78,7 @@ def test_c_and_python_agree(seed: int, page: int, refs: int, per_slot: int, offs
         lambda a: a | {"blocks": [0, 1]},
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_byte_moves(
+def test_arrays_that_do_not_fit_are_refused_before_a_byte_moves(
     function: Callable[..., None], break_it: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
     rng = np.random.default_rng(0)
