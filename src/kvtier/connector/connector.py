@@ -146,7 +146,7 @@ class OffloadingConnector:
     ) -> None:
         """Register the engine's KV tensors, by layer name, before the first step.
 
-        `blocks_first`: all tensors count blocks in their first dimension, also where its size is two.
+        With `blocks_first`, all tensors count blocks in their first dimension, also where its size is two.
         """
         self._worker.register_kv_caches(kv_caches, blocks_first=blocks_first)
 

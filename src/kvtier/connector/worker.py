@@ -47,7 +47,10 @@ _FLUSH_SECONDS = 0.1  # a store that has not read its blocks by then is given up
 
 @dataclass(slots=True, eq=False)
 class _WorkerJob:
-    """A transfer that this rank has not reported yet."""
+    """A transfer that this rank has not reported yet.
+
+    It is recorded before its handler gets it: whatever happens in between, its result is waited for.
+    """
 
     job_id: int
     req_id: ReqId
@@ -94,7 +97,7 @@ class OffloadingConnectorWorker:
     ) -> None:
         """Take the engine's KV tensors, by layer name, and make the handlers.
 
-        `blocks_first`: all tensors count blocks in their first dimension, also where its size is two.
+        With `blocks_first`, all tensors count blocks in their first dimension, also where its size is two.
         """
         from kvtier.transfer.layout import KVLayout, canonicalize
 
@@ -170,23 +173,18 @@ class OffloadingConnectorWorker:
 
     def refuse_unstarted(self, metadata: OffloadingConnectorMetadata) -> None:
         """Report as failed the unstarted jobs of a step that was never finished."""
-        orders = [
-            (job_id, req_id, metadata.reqs_to_load[req_id]) for req_id, job_id in metadata.load_jobs.items()
-        ]
-        orders += self._stores_of(metadata)
-        for job_id, req_id, spec in orders:
+        for job_id, req_id, spec in (*_loads_of(metadata), *self._stores_of(metadata)):
             if job_id not in self._jobs and job_id not in self._reported:
                 self._start(job_id, req_id, spec, refuse=True)
         self._held |= metadata.reqs_to_hold
 
-    def _stores_of(self, metadata: OffloadingConnectorMetadata) -> list[tuple[int, ReqId, TransferSpec]]:
-        """Return the stores and audits that a step orders from this rank."""
-        if not self._may_store:
-            return []
-        stores = [
-            (metadata.store_jobs[req_id], req_id, spec) for req_id, spec in metadata.reqs_to_store.items()
-        ]
-        return stores + [(job_id, req_id, spec) for job_id, (req_id, spec) in metadata.audits.items()]
+    def _stores_of(self, metadata: OffloadingConnectorMetadata) -> Iterator[tuple[int, ReqId, TransferSpec]]:
+        """Yield the stores and audits that a step orders from this rank."""
+        if self._may_store:
+            for req_id, spec in metadata.reqs_to_store.items():
+                yield metadata.store_jobs[req_id], req_id, spec
+            for job_id, (req_id, spec) in metadata.audits.items():
+                yield job_id, req_id, spec
 
     def void_loads(self) -> None:
         """Count the loads that run now as failed, whatever they bring."""
@@ -275,9 +273,8 @@ class OffloadingConnectorWorker:
         """Take the results of jobs that are over; those of jobs refused here come first."""
         if not self._jobs:
             return []  # most steps
-        results = [
-            TransferResult(job.job_id, success=False) for job in self._jobs.values() if job.is_refused
-        ]
+        refused = [job_id for job_id, job in self._jobs.items() if job.is_refused]
+        results = [TransferResult(job_id, success=False) for job_id in refused]
         for handler in set(self._handlers.values()):
             try:
                 results += filter(_is_result, handler.get_finished())
@@ -293,7 +290,7 @@ def _loads_of(metadata: OffloadingConnectorMetadata) -> Iterator[tuple[int, ReqI
 
 
 def _name_load(output: KVConnectorOutput, req_id: ReqId, missing: Sequence[int]) -> None:
-    """Tell that a request's load is over, and which of its blocks did not arrive."""
+    """Report that a request's load is over, and which of its blocks did not arrive."""
     output.finished_recving.add(req_id)
     if missing:
         output.failed_recving.add(req_id)
