@@ -44,12 +44,12 @@ from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.policies import make_policy
+from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier
 from kvtier.tiers.disk.header import HEADER_BYTES
 from kvtier.tiers.disk.records import pack_record
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
 
 SIZES = (256 << 10, 1 << 20, 2 << 20)

@@ -20,13 +20,13 @@ from kvtier.cli import main
 from kvtier.errors import OutsideError
 from kvtier.policies import LRUPolicy
 from kvtier.residency import MissReason
+from kvtier.slot_table import SlotTable
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
 from kvtier.tiers.base import BackendRow, Direction
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk import folder as folder_module
 from kvtier.tiers.disk.folder import FolderLock, find_places, place_name, taken_bytes
-from kvtier.tiers.slot_table import SlotTable
 
 LONG = 30.0
 """Longer than a busy machine stops anybody, and shorter than what hangs here goes on hanging."""

@@ -15,6 +15,7 @@ from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.policies import LRUPolicy
 from kvtier.residency import BoundedKeyMap, MissReason
+from kvtier.slot_table import SlotTable
 from kvtier.testing.memory_tier import LooseRows
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowJob
 from kvtier.tiers.disk.header import PAGE_BYTES, DiskHeader, pack_header, read_header
@@ -22,7 +23,6 @@ from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES, pack_record, read_rec
 from kvtier.tiers.health import TierHealth
 from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.seal import SealScope, seal_of
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.write_limit import WriteLimit
 
 
@@ -233,7 +233,7 @@ def test_only_the_newest_are_remembered() -> None:
 
 @pytest.mark.parametrize("holes", [(), (0,), (3, 4, 9), tuple(range(11))])
 def test_a_table_is_restored(holes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.slot_table._SLICE", 4)
+    monkeypatch.setattr("kvtier.slot_table._RESTORE_SLICE", 4)
     table = SlotTable(12, LRUPolicy(12))
     slots = np.array([slot for slot in range(12) if slot not in holes], dtype=np.int64)
     keys = [key(slot) for slot in slots.tolist()]

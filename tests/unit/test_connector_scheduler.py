@@ -211,7 +211,7 @@ def test_why_a_load_did_not_arrive_is_told_as_it_was(
     ("limit", "told"),
     [(8, (MissReason.LIMITED, 8)), (0, (MissReason.LIMITED, 0)), (24, (None, None)), (99, (None, None))],
 )
-def test_what_a_request_does_not_let_load_is_told(
+def test_a_request_that_limits_its_loads_is_explained(
     limit: int, told: tuple[MissReason | None, int | None]
 ) -> None:
     """A null says that only the unfinished end was computed."""

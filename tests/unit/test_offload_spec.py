@@ -216,7 +216,7 @@ not_a_spec = 7
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(OffloadingSpecFactory, "_places", dict(OffloadingSpecFactory._places))
+    monkeypatch.setattr(OffloadingSpecFactory, "_paths", dict(OffloadingSpecFactory._paths))
     return
 
 

@@ -96,7 +96,7 @@ def kvtier_logger() -> Iterator[logging.Logger]:
 
 
 def show(configure: bool = True, file: str | None = None) -> None:
-    from kvtier.integrations.vllm.logs import show_messages
+    from kvtier.integrations.vllm.metrics import show_messages
 
     show_messages(SimpleNamespace(configure_logging=configure, pylogging_config_file=file))
 

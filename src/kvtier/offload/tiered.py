@@ -31,18 +31,12 @@ import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 from kvtier.metrics import Histogram
-from kvtier.offload.base import (
-    NO_REQUEST,
-    MissReason,
-    OffloadingEvent,
-    OffloadingManager,
-    PrepareStoreOutput,
-    ReqContext,
-)
+from kvtier.offload.base import NO_REQUEST, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.offload.demotions import Demotions, DescribeChunks
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions
 from kvtier.offload.waits import TierWaits
+from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.tiers.base import Direction, RowBuffer, Tier, TierResult, TierStats
 from kvtier.transfer.base import LoadStoreSpec
 

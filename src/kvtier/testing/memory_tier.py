@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import make_policy
+from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, RowBuffer
 from kvtier.tiers.seal import SealKey, SealScope
 from kvtier.tiers.shared_tier import SharedTier
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
 from kvtier.tiers.write_limit import WriteLimit
 

@@ -22,10 +22,10 @@ from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
 from kvtier.policies.slots import ABSENT, ClearedChunks
 from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
+from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowJob, TierResult
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.write_limit import WriteLimit
 
 _BAD_ROWS = 2

@@ -32,6 +32,7 @@ from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.residency import MissReason
+from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Direction, TierResult
 from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
 from kvtier.tiers.disk.folder import (
@@ -46,7 +47,6 @@ from kvtier.tiers.disk.folder import (
 )
 from kvtier.tiers.io_threads import IOCall
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
 from kvtier.tiers.write_limit import WriteLimit
 
