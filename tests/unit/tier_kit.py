@@ -16,8 +16,6 @@ from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.testing.manager_suite import key, keys
 from kvtier.tiers.base import MEDIUM_STORAGE, RowBuffer, RowJob, Tier, TierResult, TierStats
 
-__all__ = ["ROW", "HandTier", "TickingClock", "Tiered", "context", "key", "keys"]
-
 ROW = 4096
 
 
@@ -241,9 +239,9 @@ class Tiered:
         return [self.manager.lookup(key(number), context()) for number in numbers]
 
     def is_waiting(self, name: str = "a") -> bool:
-        """Say whether a request waits."""
+        """Return whether a request waits."""
         return self.manager.promotions.is_waiting(context(name))
 
     def can_evict(self, *numbers: int) -> bool:
-        """Say whether the pool would let all of these chunks go."""
+        """Return whether the pool would let all of these chunks go."""
         return set(keys(*numbers)) <= set(self.pool.coldest(self.num_slots))
