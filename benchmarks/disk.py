@@ -47,8 +47,7 @@ from kvtier.policies import make_policy
 from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier
-from kvtier.tiers.disk.header import HEADER_BYTES
-from kvtier.tiers.disk.records import pack_record
+from kvtier.tiers.disk.format import HEADER_BYTES, pack_record
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_tier import SlotTier
 

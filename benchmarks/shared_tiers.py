@@ -49,9 +49,8 @@ from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob
 from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.mooncake import MooncakeBackend
 from kvtier.tiers.object import ObjectBackend
-from kvtier.tiers.seal import SealScope, seal_of
+from kvtier.tiers.seal import HEADER_BYTES, SealScope, seal_of
 from kvtier.tiers.valkey import ValkeyBackend
-from kvtier.tiers.value_header import HEADER_BYTES
 
 SIZES = (256 << 10, 1 << 20, 2 << 20)
 BATCH_BYTES = 8 << 20

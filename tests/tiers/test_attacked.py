@@ -154,7 +154,7 @@ def test_a_kill_right_after_a_discard_of_what_is_being_written(tmp_path: Path) -
         assert driver.tier.lookup(key(1)) is False
 
 
-def test_what_is_discarded_before_it_is_written_is_never_written(tmp_path: Path) -> None:
+def test_rows_discarded_in_the_queue_are_never_written(tmp_path: Path) -> None:
     with opened(tmp_path, threads=1) as driver:
         driver.faulty.hang()
         first, _ = driver.demote(1)
@@ -258,7 +258,7 @@ def test_a_reset_before_it_is_open_leaves_rows_of_another_size(tmp_path: Path) -
 # Calls that do not return
 
 
-def test_what_is_stuck_leaves_room_for_others() -> None:
+def test_stuck_calls_leave_room_for_others() -> None:
     gate, now = Gate(), [0.0]
     threads = make_threads(gate, threads=4, max_in_flight=4 << 20, clock=lambda: now[0])
     submit(threads, Direction.PROMOTE, 1, 0, 1, deadline=1.0)
@@ -465,7 +465,7 @@ def test_a_tick_of_garbage_breaks_nothing() -> None:
 # Owners and the command line
 
 
-def test_who_looks_for_a_moment_does_not_keep_an_owner_away(
+def test_a_momentary_look_does_not_keep_an_owner_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "rank-0"

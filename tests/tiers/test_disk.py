@@ -38,8 +38,8 @@ from kvtier.tiers import factory
 from kvtier.tiers.base import Direction
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
-from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
 from kvtier.tiers.disk.folder import FolderLock, place_name, taken_bytes
+from kvtier.tiers.disk.format import description_stride, pack_description, read_description
 
 SLOT_BYTES = ROW_BYTES + 128 + 576
 FIXED_BYTES = 20480
@@ -121,7 +121,7 @@ def test_announcements_come_in_slices(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [len(event.keys) for event in driver.events] == [3, 3, 2]
 
 
-def test_what_leaves_before_it_was_announced_is_not_announced(
+def test_rows_that_leave_unannounced_stay_unannounced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as driver:
@@ -665,7 +665,7 @@ def test_no_more_is_taken_over_than_half_of_the_share_needs(tmp_path: Path) -> N
         assert (large.exists(), small.exists()) == (False, True)
 
 
-def test_what_is_in_use_is_not_taken_over(tmp_path: Path) -> None:
+def test_places_in_use_are_not_taken_over(tmp_path: Path) -> None:
     """Nor what an engine has just closed, nor rows of this model of another rank."""
     settings = {"capacity": 4 * capacity(4)}
     with opened(tmp_path, namespace="new", rank=0, ranks=4, settings=settings):

@@ -18,12 +18,20 @@ from kvtier.residency import BoundedKeyMap, MissReason
 from kvtier.slot_table import SlotTable
 from kvtier.testing.memory_tier import LooseRows
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowJob
-from kvtier.tiers.disk.header import PAGE_BYTES, DiskHeader, pack_header, read_header
-from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES, pack_record, read_records
-from kvtier.tiers.health import TierHealth
+from kvtier.tiers.disk.format import (
+    EMPTY,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    DiskHeader,
+    pack_header,
+    pack_record,
+    read_header,
+    read_records,
+)
 from kvtier.tiers.io_threads import IOThreads
+from kvtier.tiers.io_tier import TierHealth
 from kvtier.tiers.seal import SealScope, seal_of
-from kvtier.tiers.write_limit import WriteLimit
+from kvtier.tiers.slot_tier import WriteLimit
 
 
 def key(number: int) -> OffloadKey:
@@ -138,12 +146,12 @@ def test_failures_in_a_row_suspend_and_pauses_grow() -> None:
     now = [0.0]
     health = TierHealth("disk tier: reading", lambda: now[0])
     for _ in range(5):
-        health.note_failure("EIO")
-        health.note_failure("EIO")
-        health.note_success()
+        health.record_failure("EIO")
+        health.record_failure("EIO")
+        health.record_success()
     assert health.problem is None
     for _ in range(3):
-        health.note_failure("EIO")
+        health.record_failure("EIO")
     assert health.problem == "EIO"
     due = []
     for now[0] in np.arange(0, 200, 0.5).tolist():
@@ -156,7 +164,7 @@ def test_failures_in_a_row_suspend_and_pauses_grow() -> None:
     health.suspend("again")
     assert not health.take_due(), "the pause is still long: nothing has worked since"
     health.resume()
-    health.note_success()
+    health.record_success()
     health.suspend("later")
     now[0] += 1
     assert health.take_due()
@@ -466,7 +474,7 @@ def test_one_number_one_job() -> None:
     assert threads.close(30)
 
 
-def test_whatever_a_backend_raises_is_a_failure_of_its_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_exceptions_of_a_backend_are_failures_of_its_rows(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Gate):
         def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
             raise ZeroDivisionError("a bug")

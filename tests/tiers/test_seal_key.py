@@ -49,7 +49,7 @@ def run(threads: IOThreads, direction: Direction, rows: list[BackendRow]) -> lis
 
 
 class TestSeals:
-    def test_what_it_is(self) -> None:
+    def test_the_keyed_seal_has_this_format(self) -> None:
         """The format, spelt out: a change of it is a new format."""
         made = filled(1)
         text = b"\x05\0\0\0model\x01\0\0\x003\x06\0\0\0suffix"
@@ -117,7 +117,7 @@ class TestFleets:
         for driver in (*fleets, partner):
             assert driver.tier.close(PATIENCE)
 
-    def test_what_is_forged_under_our_name_is_warned_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_forged_rows_under_our_name_log_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         server = MemoryServer()
         driver = open_tier(server, SealKey(SECRET))
         driver.store(1, 2)

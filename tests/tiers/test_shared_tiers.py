@@ -24,8 +24,7 @@ from kvtier.testing.shared_tier_suite import SharedTierSuite
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, key, keys
 from kvtier.tiers import factory, shared_tier
 from kvtier.tiers.base import Backend, BackendRow, RowBuffer
-from kvtier.tiers.prefix_search import CallsAtOnce, search_prefix
-from kvtier.tiers.shared_tier import SharedTier
+from kvtier.tiers.shared_tier import CallsAtOnce, SharedTier, search_prefix
 
 
 class TestInBatches(SharedTierSuite):

@@ -153,7 +153,7 @@ class TestShared(RealServerSuite):
 
 
 class TestRows:
-    def test_what_lies_on_the_server(self, server: ValkeyServer, backend: ValkeyBackend) -> None:
+    def test_values_on_the_server(self, server: ValkeyServer, backend: ValkeyBackend) -> None:
         """Guards the format: another release, or another program, finds rows by it."""
         row = sealed(1)
         backend.write([row])
@@ -384,7 +384,7 @@ class TestServersThatRefuse:
             (b"$7\r\n", errno.EPROTO, "expected an answer of a Valkey"),
         ],
     )
-    def test_what_it_says_is_told_in_our_words(self, said: bytes, code: int, told: str) -> None:
+    def test_server_errors_are_translated(self, said: bytes, code: int, told: str) -> None:
         with scripted(lambda connection: connection.sendall(said)) as port:
             with closing(make(f"valkey://127.0.0.1:{port}")) as backend:
                 (answer,) = backend.read([empty(1)])
@@ -721,7 +721,7 @@ class TestBeingLetIn:
             backend.probe()
 
     @pytest.mark.parametrize("host", [".host", "h" * 64])
-    def test_what_cannot_be_a_host(self, host: str) -> None:
+    def test_impossible_hosts_are_refused(self, host: str) -> None:
         with (
             closing(make(f"valkey://{host}")) as backend,
             pytest.raises(OSError, match="expected the name of a host"),

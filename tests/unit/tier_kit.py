@@ -17,8 +17,6 @@ from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.testing.manager_suite import key, keys
 from kvtier.tiers.base import MEDIUM_STORAGE, RowBuffer, RowJob, Tier, TierResult, TierStats
 
-__all__ = ["ROW", "HandTier", "TickingClock", "Tiered", "context", "key", "keys"]
-
 ROW = 4096
 
 

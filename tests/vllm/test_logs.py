@@ -112,9 +112,9 @@ def test_messages_go_to_the_handlers_that_vllm_has_at_the_time(
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record, name=name: said.append(f"{name} {record.name} {record.getMessage()}")
         monkeypatch.setattr(vllm, "handlers", [handler])
-        logging.getLogger("kvtier.tiers.health").warning("%s", name)
+        logging.getLogger("kvtier.tiers.io_tier").warning("%s", name)
         logging.getLogger("kvtier").info("not at vLLM's level")
-    assert said == ["old kvtier.tiers.health old", "new kvtier.tiers.health new"]
+    assert said == ["old kvtier.tiers.io_tier old", "new kvtier.tiers.io_tier new"]
     assert logging.getLogger().handlers == root
     assert kvtier_logger.level == vllm.getEffectiveLevel()
 

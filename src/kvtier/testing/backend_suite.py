@@ -31,8 +31,6 @@ from kvtier.tiers.base import Backend, BackendRow, Direction, RowJob, TierResult
 from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.seal import SealScope, seal_of
 
-__all__ = ["NUM_PLACES", "ROW_BYTES", "BackendSuite"]
-
 NUM_PLACES = 320
 ROW_BYTES = 8192
 _CHURNED = 64
@@ -118,7 +116,7 @@ class BackendSuite:
         raise NotImplementedError
 
     def reopen(self, backend: Backend) -> Backend | None:
-        """Reopen the backend as a later process would; `None`: it keeps nothing."""
+        """Reopen the backend as a later process would; `None` if it keeps nothing."""
         backend.close()
         return None
 
@@ -130,14 +128,14 @@ class BackendSuite:
 
     # Rows
 
-    def test_what_was_written_is_read_with_its_seal(self, backend: Backend) -> None:
+    def test_written_rows_are_read_with_their_seals(self, backend: Backend) -> None:
         rows = [sealed(number) for number in range(5)]
         assert backend.write(rows) == [None] * 5
         found = [empty(number) for number in range(5)]
         assert backend.read(found) == [row.seal for row in rows]
         assert [payload_of(row) for row in found] == [content(number) for number in range(5)]
 
-    def test_what_was_not_written_is_not_there(self, backend: Backend) -> None:
+    def test_rows_not_written_are_absent(self, backend: Backend) -> None:
         backend.write([sealed(1)])
         assert backend.contains([empty(0), empty(1), empty(2)]) == [False, True, False]
         answers = backend.read([empty(0), empty(1), empty(2)])

@@ -19,8 +19,7 @@ from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, RowBuffer
 from kvtier.tiers.seal import SealKey, SealScope
 from kvtier.tiers.shared_tier import SharedTier
-from kvtier.tiers.slot_tier import SlotTier
-from kvtier.tiers.write_limit import WriteLimit
+from kvtier.tiers.slot_tier import SlotTier, WriteLimit
 
 
 class LooseRows(RowBuffer):

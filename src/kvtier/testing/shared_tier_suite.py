@@ -35,8 +35,6 @@ from kvtier.tiers import shared_tier
 from kvtier.tiers.base import Backend, BackendRow, Tier
 from kvtier.tiers.seal import SealScope, seal_of
 
-__all__ = ["ROW_BYTES", "SharedTierSuite"]
-
 _SCOPE = SealScope("suite")
 _PATIENCE = 30.0
 
@@ -72,7 +70,7 @@ class SharedTierSuite(MovingSuite):
 
     # Asking
 
-    def test_what_one_engine_has_written_another_finds(self, drivers: list[TierDriver]) -> None:
+    def test_another_engine_finds_written_rows(self, drivers: list[TierDriver]) -> None:
         first, second = self.drive(drivers), self.drive(drivers)
         first.store(1, 2, 3)
         assert first.tier.lookup_many(keys(1, 2, 3)) == [True] * 3, "it knows what it has written"
@@ -95,7 +93,7 @@ class SharedTierSuite(MovingSuite):
         assert self.ask(second, 1, 2) == [True, False]
         assert second.tier.stats().questions == 1
         second.clock.now += 2
-        assert second.tier.lookup_many(keys(1, 2)) == [True, None], "a no is forgotten sooner"
+        assert second.tier.lookup_many(keys(1, 2)) == [True, None], "a no is forgotten earlier"
         first.store(2)
         assert self.ask(second, 1, 2) == [True, True]
         second.clock.now += 60
@@ -124,7 +122,7 @@ class SharedTierSuite(MovingSuite):
         driver.store(1)
         assert driver.fetch(1) == {1: content(1)}
 
-    def test_what_was_evicted_is_written_again(self, drivers: list[TierDriver], stranger: Backend) -> None:
+    def test_evicted_rows_are_written_again(self, drivers: list[TierDriver], stranger: Backend) -> None:
         driver = self.drive(drivers)
         driver.store(1)
         assert driver.demote(1)[1] == [], "it is there"
@@ -173,7 +171,7 @@ class SharedTierSuite(MovingSuite):
         for engine in engines:  # a server may say that it has a row which the other is still writing
             assert engine.fetch(1) == {1: content(1)}
 
-    def test_what_is_being_written_is_not_read(self, drivers: list[TierDriver]) -> None:
+    def test_rows_being_written_are_not_read(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.faulty.hang()
         writing, _ = driver.demote(1)
@@ -191,7 +189,7 @@ class SharedTierSuite(MovingSuite):
     # Namespaces
 
     @pytest.mark.parametrize("forge", ["seal", "bytes", "swapped", "short", "long"])
-    def test_what_is_forged_is_a_miss(
+    def test_forged_rows_are_misses(
         self, drivers: list[TierDriver], stranger: Backend, forge: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shared_tier, "_LARGE_ROW", ROW_BYTES)  # it is not written where one is
@@ -338,7 +336,9 @@ class SharedTierSuite(MovingSuite):
 
     # Opening
 
-    def test_what_cannot_be_opened_is_a_miss_and_tried_again(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_server_that_cannot_be_opened_is_a_miss_and_retried(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         clock, attempts = StandingClock(), 0
 
         def open_backend() -> Backend:

@@ -225,7 +225,7 @@ class MovingSuite:
         driver.finish(job)
         assert driver.fetch(1) == {1: content(1)}
 
-    def test_what_is_not_held_is_a_result(self, drivers: list[TierDriver]) -> None:
+    def test_rows_not_held_are_results(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.store(1)
         assert driver.fetch(7, 1, 8) == {7: MissReason.EVICTED, 1: content(1), 8: MissReason.EVICTED}
@@ -259,7 +259,7 @@ class MovingSuite:
         driver.faulty.release()
         driver.finish(*busy)
 
-    def test_what_is_withdrawn_is_free_at_once(self, drivers: list[TierDriver]) -> None:
+    def test_withdrawn_rows_are_free_at_once(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.store(9)
         driver.faulty.hang()
@@ -471,7 +471,7 @@ class TierSuite(MovingSuite):
         stats = driver.tier.stats()
         assert (stats.used, stats.demoted, stats.promoted) == (3, 3, 2)
 
-    def test_what_is_held_or_being_written_is_not_taken(self, drivers: list[TierDriver]) -> None:
+    def test_rows_held_or_being_written_are_not_taken(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.store(1)
         driver.faulty.hang()
@@ -484,7 +484,7 @@ class TierSuite(MovingSuite):
         driver.finish(job)
         assert driver.tier.lookup(key(2)) is True
 
-    def test_a_full_tier_evicts_and_says_so_first(self, drivers: list[TierDriver]) -> None:
+    def test_a_full_tier_announces_the_eviction_first(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 4)
         driver.store(1, 2)
         driver.store(3, 4)
@@ -495,7 +495,7 @@ class TierSuite(MovingSuite):
         assert driver.listener() == set(keys(1, 2, 5, 6))
         assert driver.tier.stats().evicted == 2
 
-    def test_nobody_of_the_offer_leaves_for_it(self, drivers: list[TierDriver]) -> None:
+    def test_no_row_of_the_offer_is_evicted_for_it(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 3)
         driver.store(1, 2, 3)
         assert driver.demote(1, 2, 3, 4)[1] == []

@@ -37,7 +37,7 @@ _LAST_WAIT = 0.2
 _IN_ORDER = tuple(Direction)
 _NOT_OUR_SEAL = (
     "tier %s: a row under one of our names does not bear a seal of our seal_key_file: it was forged or "
-    "damaged. It is a miss, as are all that follow; they are counted and not told"
+    "damaged. It is a miss, as are all that follow; they are counted and not logged"
 )
 
 

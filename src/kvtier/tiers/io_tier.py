@@ -1,9 +1,9 @@
 """`IOTier`: the common base of tiers that move rows by I/O threads.
 
-It turns jobs into work for `tiers/io_threads`, and reports into results and counts. Stuck or failing calls
-suspend the tier (`tiers/health`); a probe ends the suspension. An I/O thread opens the tier, and tries again
-with growing pauses until that works: an idle engine makes no step and must find its tiers open all the same.
-A subclass says how it opens, which rows it takes, and how a row that was read or written changes its books:
+It hands jobs to `tiers/io_threads` and counts their results. Stuck or failing calls suspend the tier
+(`TierHealth`); a probe ends the suspension. An I/O thread opens the tier, and tries again with growing
+back-off until that works: an idle engine makes no step and must find its tiers open all the same. A subclass
+defines how it opens, which rows it takes, and how a row that was read or written changes its books:
 `_settle_read`, `_settle_write`. Scheduler thread only, except for functions that say that they run on an I/O
 thread; only `wait_open`, `wait_any` and `close` block.
 """
@@ -32,7 +32,6 @@ from kvtier.tiers.base import (
     TierResult,
     TierStats,
 )
-from kvtier.tiers.health import TierHealth
 from kvtier.tiers.io_threads import IOCall, IOThreads, say_error
 from kvtier.tiers.seal import SealKey, SealScope
 
@@ -47,12 +46,16 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 10.0
 """Seconds between two attempts to open a tier."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks of an opening thread at the clock or the namespace."""
-_SAY_AFTER = 1.0
+_LOG_AFTER = 1.0
 """Seconds that an opening thread waits for another process without a line in the log."""
 _AWAITED_SECONDS = 10.0
-"""How long requests may wait for a tier that opens, each within its own patience. A million records take a
-second or two to read; a tier that takes longer than this hangs, or is too large to wait for.
+"""How long requests may wait for a tier that opens, each within its own wait budget. A million records take
+a second or two to read; a tier that takes longer than this hangs, or is too large to wait for.
 """
+_FAILURES = 3
+"""One bad sector is no reason to give up a disk."""
+_FIRST_PROBE, _LONGEST_PROBE = 1.0, 60.0
+"""Seconds until the first probe of a suspended tier, and the most seconds between two."""
 
 _T = TypeVar("_T")
 
@@ -161,11 +164,11 @@ class IOTier(Tier):
         return self.is_open() and not self._closed and not self._is_suspended(Direction.DEMOTE)
 
     def lacks_namespace(self) -> bool:
-        """Say whether only the namespace is missing."""
+        """Return whether only the namespace is missing."""
         return self._lacks_namespace
 
     def is_awaited(self) -> bool:
-        """Say whether the tier will probably be open soon, so that a request may wait for it."""
+        """Return whether the tier will probably be open soon, so that a request may wait for it."""
         return (
             not self.is_open()
             and self._problem is None
@@ -206,7 +209,7 @@ class IOTier(Tier):
             if opened is not None:
                 take(opened)
             elif not isinstance(error, _TierClosedError):
-                self._note_problem(error)
+                self._record_problem(error)
 
         self._opening_since = self._clock()
         self._opening = self._io.call(lambda: self._open_at_last(open_once), end)
@@ -220,9 +223,9 @@ class IOTier(Tier):
             except _TierClosedError:
                 raise
             except BaseException as error:  # a panic of compiled code is no Exception
-                self._note_problem(error)
+                self._record_problem(error)
             else:
-                self._note_solved()
+                self._clear_problem()
                 return opened
 
     def _await_namespace(self, namespace: Callable[[], str | None]) -> str:
@@ -250,7 +253,7 @@ class IOTier(Tier):
         def look() -> bool:
             if condition():
                 return True
-            if self._waits_for is None and self._clock() - since >= _SAY_AFTER:
+            if self._waits_for is None and self._clock() - since >= _LOG_AFTER:
                 self._waits_for = line
                 logger.warning("%s; running without it meanwhile", line)
             return False
@@ -271,8 +274,8 @@ class IOTier(Tier):
         """Whether there were so few attempts that the next one may still succeed."""
         return self._backoff < _LONGEST_BACKOFF
 
-    def _note_problem(self, error: BaseException | None) -> None:
-        """Remember why the tier is not open, log it once, and set the time of the next attempt."""
+    def _record_problem(self, error: BaseException | None) -> None:
+        """Record why the tier is not open, log it once, and set the time of the next attempt."""
         line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"
         if line != self._problem:
             logger.warning("%s; running without it", line)
@@ -280,11 +283,11 @@ class IOTier(Tier):
         self._retry_at = self._clock() + self._backoff
         self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
 
-    def _tell_open(self, place: str, content: str) -> None:
+    def _log_open(self, where: str, content: str) -> None:
         """Log that the tier is open, where it is, and with what."""
-        logger.info("%s tier: %s: open with %s", self.name, place, content)
+        logger.info("%s tier: %s: open with %s", self.name, where, content)
 
-    def _note_solved(self) -> None:
+    def _clear_problem(self) -> None:
         if self._problem is not None:
             logger.warning("%s: can be used now", self.where)
         self._problem, self._backoff, self._retry_at = None, _FIRST_BACKOFF, float("-inf")
@@ -307,7 +310,7 @@ class IOTier(Tier):
     def poll(self) -> list[TierResult]:
         for result in self._io.poll():
             self._settle(result)
-        self._look_after_health()
+        self._check_health()
         results, self._results = self._results, []
         return results
 
@@ -354,7 +357,7 @@ class IOTier(Tier):
     def _is_suspended(self, direction: Direction) -> bool:
         return self._health[direction].problem is not None
 
-    def _look_after_health(self) -> None:
+    def _check_health(self) -> None:
         if self._io.take_stuck(_STUCK_AFTER):
             self._suspend("a call does not return")
         for batch in self._io.take_stuck_reads():
@@ -365,14 +368,14 @@ class IOTier(Tier):
         for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(MissReason.SUSPENDED, direction, health.problem)
-        # `take_due` runs for both directions, so that both pauses grow.
+        # `take_due` runs for both directions, so that the back-off of both grows.
         due = [health.take_due() for _, health in suspended]
         backend = self._io.backend
         if any(due) and not self._probing.is_running and backend is not None and not self._closed:
             self._probing = self._io.call(backend.probe, lambda _value, error: self._end_probe(error))
 
     def _is_stuck(self, since: float | None) -> bool:
-        """Say whether a call that began at `since` (`None`: not begun) runs too long to be merely slow."""
+        """Return whether a call that began at `since`, if it has begun, runs too long to be merely slow."""
         return since is not None and self._clock() - since >= _STUCK_AFTER
 
     def _suspend(self, why: str) -> None:
@@ -434,7 +437,7 @@ class IOTier(Tier):
         return bool(self._results) or self._io.wait_any(timeout)
 
     def has_open_calls(self) -> bool:
-        """Say whether the tier's own calls are under way: deletions, questions, probes."""
+        """Return whether the tier's own calls are under way: deletions, lookups, probes."""
         return self._io.open_calls > 0
 
     def check(self) -> None:
@@ -461,3 +464,57 @@ class IOTier(Tier):
             return self._io.close(0.0)
         self._closed = True
         return self._io.close(timeout)
+
+
+class TierHealth:
+    """Suspends one direction of a tier, schedules probes, and ends the suspension.
+
+    Several failed calls in a row suspend their direction (a disk that turned read-only can still be read);
+    one stuck call suspends both. During a suspension a probe is due after a back-off, which doubles after
+    each probe. A successful probe ends the suspension; only successful real work makes the next back-off
+    short again. Scheduler thread only.
+    """
+
+    def __init__(
+        self, what: str, clock: Callable[[], float], longest_backoff: float = _LONGEST_PROBE
+    ) -> None:
+        """`what` names the direction in the log."""
+        self._what, self._clock, self._longest_backoff = what, clock, longest_backoff
+        self.problem: str | None = None
+        """Why the direction is suspended; `None` if it is not."""
+        self._failures = 0
+        self._backoff = _FIRST_PROBE
+        self._due = 0.0
+
+    def record_success(self) -> None:
+        """Record that a call has succeeded."""
+        self._failures = 0
+        if self.problem is None:
+            self._backoff = _FIRST_PROBE
+
+    def record_failure(self, why: str) -> None:
+        """Record that a call has failed; enough failures in a row suspend the direction."""
+        self._failures += 1
+        if self._failures >= _FAILURES:
+            self.suspend(why)
+
+    def suspend(self, why: str) -> None:
+        """Suspend the direction. Logs one line, not one for each failure."""
+        if self.problem is None:
+            self.problem = why
+            self._due = self._clock() + self._backoff
+            logger.warning("%s is suspended: %s; next try in %g s", self._what, why, self._backoff)
+
+    def take_due(self) -> bool:
+        """Return whether a probe is due; if so, schedule the next one after twice the back-off."""
+        if self.problem is None or self._clock() < self._due:
+            return False
+        self._backoff = min(2 * self._backoff, self._longest_backoff)
+        self._due = self._clock() + self._backoff
+        return True
+
+    def resume(self) -> None:
+        """End the suspension after a successful probe."""
+        if self.problem is not None:
+            logger.warning("%s works again (it was suspended: %s)", self._what, self.problem)
+            self.problem, self._failures = None, 0

@@ -10,25 +10,25 @@ Rows go by key, and names on the server by scope and key: engines with the same 
 rows, and after a reset an engine has names of its own. A row known to be stored is not written again;
 before a large row is sent, the server is asked for it. A server that does not answer delays a request by
 one deadline; while such a call is open, and while the tier is suspended, an unknown chunk counts as absent.
-An I/O thread opens the backend, and retries with growing pauses until that works. Scheduler thread only,
+An I/O thread opens the backend, and retries with growing back-off until that works. Scheduler thread only,
 except for functions that say that they run on an I/O thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvtier.config import format_size
 from kvtier.errors import IntegrityError
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, get_offload_group_idx
 from kvtier.residency import MissReason
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob, TierResult
 from kvtier.tiers.io_threads import say_error
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
-from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
 from kvtier.tiers.remote_lookups import InFlightLookup, InFlightLookups, PresenceCache
 from kvtier.tiers.seal import SealKey, SealScope
 
@@ -41,7 +41,7 @@ _LARGE_ROW = 64 << 10
 
 
 class _OpenedServer(NamedTuple):
-    """A backend whose server has answered, and the memory that it was told of."""
+    """A backend whose server has answered, and the memory that it was given."""
 
     backend: Backend
     memory: memoryview | None
@@ -85,7 +85,7 @@ class SharedTier(IOTier):
         self._num_threads = threads
         self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
-        self._place, self._told_open = place, False
+        self._server, self._is_logged = place, False
         self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # lookups from before it was open
         self._suffix = ""  # of the last reset
         self._known, self._lookups = PresenceCache(REMEMBERED, clock), InFlightLookups()
@@ -140,17 +140,17 @@ class SharedTier(IOTier):
             self._is_named = True
             self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
         if self.is_open():
-            self._tell_place()
+            self._log_server()
             unasked, self._unasked = self._unasked, []
             for keys, deadline in unasked:
                 self.ask(keys, deadline)
 
-    def _tell_place(self) -> None:
-        if not self._told_open:
-            self._told_open = True
+    def _log_server(self) -> None:
+        if not self._is_logged:
+            self._is_logged = True
             size = format_size(self.row_bytes)
-            self._tell_open(
-                self._place, f"rows of {size}; only the server knows how many it holds and may hold"
+            self._log_open(
+                self._server, f"rows of {size}; only the server knows how many it holds and may hold"
             )
 
     # -- asking ------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class SharedTier(IOTier):
         return [self._look_up(key, now) for key in keys]
 
     def _look_up(self, key: OffloadKey, now: float) -> bool | None:
-        """Say what is known of a chunk; `None`: an answer may still come."""
+        """Return what is known of a chunk; `None` if an answer may still come."""
         known = self._known.look_up(key, now)
         if known is not None:
             return known
@@ -213,35 +213,35 @@ class SharedTier(IOTier):
         if lookup.scope != self._scope.number:
             return
         if error is not None:
-            self._note_failure(Direction.PROMOTE, say_error(error), lookup.seconds)
-            self._note_absent(lookup.keys, MissReason.TOO_SLOW)
+            self._record_failure(Direction.PROMOTE, say_error(error), lookup.seconds)
+            self._record_absent(lookup.keys, MissReason.TOO_SLOW)
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
-            self._health[Direction.PROMOTE].note_success()
-            self._note_there(
+            self._health[Direction.PROMOTE].record_success()
+            self._record_present(
                 [key for key, is_there in zip(lookup.keys, found.there, strict=True) if is_there]
             )
             absent = [key for key, is_there in zip(lookup.keys, found.there, strict=True) if not is_there]
             if not lookup.is_late:  # else some rounds were skipped
                 evicted = [key for key in absent if self._known.was_there(key)]
-                self._note_absent(absent, MissReason.NEVER_STORED)
-                self._note_absent(evicted, MissReason.EVICTED)
+                self._record_absent(absent, MissReason.NEVER_STORED)
+                self._record_absent(evicted, MissReason.EVICTED)
 
     def _look_after_lookups(self) -> None:
         """Give up late lookups. A server that still does not answer is suspended."""
         if not len(self._lookups):
             return
         if unanswered := self._lookups.take_late(self._clock()):
-            self._note_absent(unanswered, MissReason.TOO_SLOW)
+            self._record_absent(unanswered, MissReason.TOO_SLOW)
         for lookup in self._lookups.late():
             if self._is_stuck(lookup.began):
                 self._suspend("a lookup is not answered")
                 self._lookups.forget(lookup)  # it must not block others after a successful probe
 
-    def _note_there(self, keys: list[OffloadKey]) -> None:
+    def _record_present(self, keys: list[OffloadKey]) -> None:
         self._known.record(keys, is_there=True)
 
-    def _note_absent(self, keys: list[OffloadKey], reason: MissReason) -> None:
+    def _record_absent(self, keys: list[OffloadKey], reason: MissReason) -> None:
         self._known.record(keys, is_there=False)
         self._misses.record(keys, reason)
 
@@ -281,7 +281,8 @@ class SharedTier(IOTier):
         if not self.takes_rows():
             self._record_refused(keys)
             return []
-        missing = [key for key in keys if self._may_write(key)]
+        busy, is_stored = self._writing | self._deleting | self._reading.keys(), self._known.was_there
+        missing = [key for key in keys if key not in busy and not is_stored(key)]
         wanted = self._within_bounds(missing)
         self._record_refused(missing[len(wanted) :])
         positions = job.positions_of(wanted)
@@ -293,15 +294,6 @@ class SharedTier(IOTier):
                 job.may_exist = frozenset(at for at in positions if not sure(job.keys[at], now))
             self._submit(job, positions)
         return positions
-
-    def _may_write(self, key: OffloadKey) -> bool:
-        """Return whether a row is not known to be stored, and no call works on it."""
-        return not (
-            self._known.was_there(key)
-            or key in self._writing
-            or key in self._deleting
-            or key in self._reading
-        )
 
     def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
         keys = self._let_go(job, positions)
@@ -321,7 +313,7 @@ class SharedTier(IOTier):
     def _settle(self, result: TierResult) -> None:
         super()._settle(result)
         if result.in_use and result.job.direction is Direction.PROMOTE:
-            self._note_absent(self._current(result.job, result.positions), MissReason.TOO_SLOW)
+            self._record_absent(self._current(result.job, result.positions), MissReason.TOO_SLOW)
 
     def _settle_read(self, result: TierResult) -> None:
         outcome, count = result.outcome, len(result.positions)
@@ -329,36 +321,36 @@ class SharedTier(IOTier):
         if outcome is None:
             if not result.returned:
                 self._count_moved(result, "promoted")
-            self._health[Direction.PROMOTE].note_success()
-            self._note_there(current)
+            self._health[Direction.PROMOTE].record_success()
+            self._record_present(current)
         elif outcome is MissReason.FAILED:
             self._counts["failed_checks"] += count
-            self._note_absent(current, MissReason.FAILED)
+            self._record_absent(current, MissReason.FAILED)
             self._delete(current)
         elif outcome is MissReason.EVICTED:
-            self._health[Direction.PROMOTE].note_success()
+            self._health[Direction.PROMOTE].record_success()
             self._counts["evicted"] += count
             # The server may have lost all rows; the rows behind these were not even read.
             self._known.doubt()
-            self._note_absent(current, MissReason.EVICTED)
+            self._record_absent(current, MissReason.EVICTED)
         elif outcome is MissReason.IO_FAILED:
             self._counts["failed"] += count
-            self._note_failure(Direction.PROMOTE, result.why, result.seconds)
-            self._note_absent(current, MissReason.IO_FAILED)
+            self._record_failure(Direction.PROMOTE, result.why, result.seconds)
+            self._record_absent(current, MissReason.IO_FAILED)
         else:
-            self._note_absent(current, MissReason.TOO_SLOW)
+            self._record_absent(current, MissReason.TOO_SLOW)
 
     def _settle_write(self, result: TierResult) -> None:
         outcome, count = result.outcome, len(result.positions)
         current = self._let_go(result.job, result.positions)
         if outcome is None:
             self._count_moved(result, "demoted")
-            self._health[Direction.DEMOTE].note_success()
+            self._health[Direction.DEMOTE].record_success()
             self._last_progress = self._clock()
-            self._note_there([key for key in current if key not in self._deleting])
+            self._record_present([key for key in current if key not in self._deleting])
         elif outcome is MissReason.IO_FAILED:
             self._counts["failed"] += count
-            self._note_failure(Direction.DEMOTE, result.why, result.seconds)
+            self._record_failure(Direction.DEMOTE, result.why, result.seconds)
             self._misses.record(current, MissReason.IO_FAILED)
         else:
             self._counts["dropped"] += count
@@ -377,18 +369,21 @@ class SharedTier(IOTier):
         if job.direction is Direction.DEMOTE:
             self._writing.difference_update(current)
         else:
-            self._reading -= Counter(current)
+            for key in current:
+                self._reading[key] -= 1
+                if not self._reading[key]:
+                    self._reading.pop(key)
         if self._unwanted:
             self._delete([key for key in current if key in self._unwanted])
         return current
 
-    def _note_failure(self, direction: Direction, why: str, seconds: float) -> None:
-        """Note that a call has failed.
+    def _record_failure(self, direction: Direction, why: str, seconds: float) -> None:
+        """Record that a call has failed.
 
         A slow failure suspends at once: it delays requests like no answer.
         """
         health = self._health[direction]
-        health.note_failure(why)
+        health.record_failure(why)
         if seconds >= _SLOW_FAILURE:
             health.suspend(why)
 
@@ -400,7 +395,7 @@ class SharedTier(IOTier):
         If the process is killed before the deletion, the rows are still there. Such a row fails its check
         again, is a miss again, and is deleted by the next reader.
         """
-        self._note_absent(list(keys), MissReason.FAILED)
+        self._record_absent(list(keys), MissReason.FAILED)
         if self.is_open():
             self._delete(list(keys))
 
@@ -476,3 +471,102 @@ def _with_memory(backend: Backend, memory: memoryview | None) -> Backend:
         backend.close()
         raise
     return backend
+
+
+Contains = Callable[[Sequence[BackendRow]], list[bool]]
+
+
+class FoundPrefix(NamedTuple):
+    """Whether each chunk is stored, and the number of sequential calls that it took to find out."""
+
+    there: list[bool]
+    round_trips: int
+
+
+def search_prefix(
+    contains: Contains, rows: Sequence[BackendRow], width: int, is_wanted: Callable[[], bool] = lambda: True
+) -> FoundPrefix:
+    """Find out in few round trips which rows of a prefix are there, with calls of `width` rows at most.
+
+    A prefix is stored from its head on, so the stored chunks are usually a run from the head. If one call
+    can ask about all chunks, it does, and sees gaps. Otherwise the search asks about the first chunk first,
+    since most prompts are new, and then searches for the end of the run: each round asks about chunks at
+    even distances and leaves one interval between two of them. It does not notice a gap before that end
+    (other engines' rows may have evicted a chunk): the read of that chunk fails then. Rows of several groups
+    are searched group by group if one call cannot take all. Once the answer is no longer wanted, no further
+    call is made, and chunks not known by then count as absent. Any thread; it blocks.
+    """
+    if not rows:
+        return FoundPrefix([], 0)
+    if len(rows) <= width:
+        return FoundPrefix(contains(rows), 1)
+    by_group: dict[int, list[int]] = {}
+    for at, row in enumerate(rows):
+        by_group.setdefault(get_offload_group_idx(row.key), []).append(at)
+    there, round_trips = [False] * len(rows), 0
+    for positions in by_group.values():
+        found = _search_run(contains, [rows[at] for at in positions], width, is_wanted)
+        round_trips += found.round_trips
+        for at, is_there in zip(positions, found.there, strict=True):
+            there[at] = is_there
+    return FoundPrefix(there, round_trips)
+
+
+def _search_run(
+    contains: Contains, rows: Sequence[BackendRow], width: int, is_wanted: Callable[[], bool]
+) -> FoundPrefix:
+    """Search for the end of the run: `[0, low)` is there, `[high, ...)` is not."""
+    low, high, round_trips = 0, len(rows), 0
+    while low < high and is_wanted():
+        left = high - low
+        if left <= width:
+            last = contains(rows[low:high])
+            return FoundPrefix([True] * low + last + [False] * (len(rows) - high), round_trips + 1)
+        asked = [low + (at + 1) * left // (width + 1) for at in range(width)]
+        if round_trips == 0:
+            asked[0] = 0
+        answers = contains([rows[at] for at in asked])
+        round_trips += 1
+        num_there = next((at for at, is_there in enumerate(answers) if not is_there), width)
+        if num_there < width:
+            high = asked[num_there]
+        if num_there:
+            low = asked[num_there - 1] + 1
+    return FoundPrefix([True] * low + [False] * (len(rows) - low), round_trips)
+
+
+class CallsAtOnce:
+    """Splits one call of `contains` about many rows into several parallel calls of `batch` rows each.
+
+    `spawn` runs a function on a free thread, now or later. The calling thread works too, and waits only for
+    calls that have begun, so it does not matter if no other thread is ever free.
+    """
+
+    def __init__(
+        self, contains: Contains, batch: int, most: int, spawn: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._contains, self._batch, self._most, self._spawn = contains, batch, most, spawn
+        self.width = batch * most
+        """The rows of one call of `contains`, at most."""
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        """Return for each row whether it is stored. `OSError` if a call fails."""
+        parts = [rows[at : at + self._batch] for at in range(0, len(rows), self._batch)]
+        answers: list[Future[list[bool]]] = [Future() for _ in parts]
+        left = deque(zip(parts, answers, strict=True))
+
+        def work() -> None:
+            while left:
+                try:
+                    part, answer = left.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                try:
+                    answer.set_result(self._contains(part))
+                except Exception as error:  # the top of the work that another thread does for us
+                    answer.set_exception(error)
+
+        for _ in range(min(len(parts), self._most) - 1):
+            self._spawn(work)
+        work()
+        return [is_there for answer in answers for is_there in answer.result()]

@@ -4,7 +4,7 @@ Lookups are answered from memory. A demotion takes a slot, evicts if it must, an
 has succeeded; a promotion pins its slots until its call has returned. A row that fails its check is dropped
 in this tier only. Three things are bounded: bytes queued for demotion (the end of a job that is too long is
 refused), bytes with the backend (`tiers/io_threads`), bytes written in a day. Calls that are stuck or fail
-suspend the tier (`tiers/health`).
+suspend the tier (`io_tier.TierHealth`).
 
 `DiskTier` is a `SlotTier` over files; the tests of a manager use one with a backend in memory. Scheduler
 thread only.
@@ -26,7 +26,6 @@ from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowJob, TierResult
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.write_limit import WriteLimit
 
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
@@ -34,6 +33,64 @@ _SLICE = 2048
 """Chunks of a reset that are announced per step."""
 _DISCARD_WAIT = 0.5
 """How long a discard may wait for deletions, and for writes that have begun."""
+_HOURS = 24
+
+
+class WriteLimit:
+    """Bounds the bytes that a tier writes in any 24 hours, counted by the hour.
+
+    Flash wears out, and an engine can write more in a day than a disk is made for in a month. Hours are
+    those of the wall clock, because the count outlives the process. If the clock goes back, writes count
+    into the newest hour; if the clock was more than a day ahead, the old counts are treated as written just
+    now. Scheduler thread only.
+    """
+
+    def __init__(self, limit: int | None, wall_clock: Callable[[], float] = time.time) -> None:
+        """Without a `limit`, bytes are only counted."""
+        self.limit = limit
+        self._wall_clock = wall_clock
+        self._hour = 0
+        self._written = [0] * _HOURS
+
+    @property
+    def room(self) -> int | None:
+        """The bytes that may be written now; `None` if there is no limit."""
+        if self.limit is None:
+            return None
+        self._turn()
+        return max(0, self.limit - sum(self._written))
+
+    def spend(self, nbytes: int) -> None:
+        """Count written bytes."""
+        self._turn()
+        self._written[self._hour % _HOURS] += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Take back bytes that were counted and not written, as far as that was in this hour."""
+        self._turn()
+        at = self._hour % _HOURS
+        self._written[at] = max(0, self._written[at] - nbytes)
+
+    def save(self) -> list[int]:
+        """Return the state for a later process: the hour, and the bytes of each of 24 hours."""
+        return [self._hour, *self._written]
+
+    def restore(self, saved: Sequence[int]) -> None:
+        """Continue the count of an earlier process. Ignores invalid values."""
+        if len(saved) == _HOURS + 1 and saved[0] > 0 and min(saved) >= 0:
+            self._hour, self._written = saved[0], list(saved[1:])
+        self._turn()
+
+    def _turn(self) -> None:
+        """Forget the hours that are more than a day ago."""
+        if (now := int(self._wall_clock() // 3600)) == self._hour:
+            return
+        if (ahead := self._hour - now) > _HOURS:  # else nothing would be forgotten until that hour
+            self._written = [self._written[(hour + ahead) % _HOURS] for hour in range(_HOURS)]
+            self._hour = now
+        for hour in range(max(self._hour, now - _HOURS) + 1, now + 1):
+            self._written[hour % _HOURS] = 0
+        self._hour = max(self._hour, now)
 
 
 class SlotTier(IOTier):
@@ -152,8 +209,10 @@ class SlotTier(IOTier):
         if positions:
             self._limit.spend(len(taken) * self.row_bytes)
             self._last_progress = self._clock()
-            job.addresses = np.full(len(job), ABSENT, dtype=np.int64)
-            job.addresses[positions] = slots
+            job.addresses = slots
+            if len(positions) < len(job):
+                job.addresses = np.full(len(job), ABSENT, dtype=np.int64)
+                job.addresses[positions] = slots
             self._submit(job, positions)
         return positions
 
@@ -178,7 +237,7 @@ class SlotTier(IOTier):
         if outcome is None:
             if not result.returned:
                 self._count_moved(result, "promoted")
-            health.note_success()
+            health.record_success()
             if self._read_failures:
                 for slot in job.addresses_at(positions).tolist():
                     self._read_failures.pop(slot, None)
@@ -189,7 +248,7 @@ class SlotTier(IOTier):
             self._drop_bad(self._still_held(job, positions), MissReason.LOST)
         elif outcome is MissReason.IO_FAILED:
             self._counts["failed"] += len(positions)
-            health.note_failure(result.why)
+            health.record_failure(result.why)
             self._count_read_failures(job, positions)
         self._unpin(job, positions)
 
@@ -201,7 +260,7 @@ class SlotTier(IOTier):
             self._undeleted.difference_update(slots.tolist())
         if outcome is None:
             self._count_moved(result, "demoted")
-            health.note_success()
+            health.record_success()
             self._last_progress = self._clock()
             keys = result.keys
             if (stored := table.complete(keys)) is not None:
@@ -214,7 +273,7 @@ class SlotTier(IOTier):
                 self._end_discarded(job, [keys[at] for at in gone], slots[gone])
         elif outcome is MissReason.IO_FAILED:
             self._counts["failed"] += len(positions)
-            health.note_failure(result.why)
+            health.record_failure(result.why)
             self._misses.record(table.unwritten(slots), MissReason.IO_FAILED)
         else:
             self._give_up_writes(job, positions)

@@ -3,8 +3,8 @@
 It opens itself on an I/O thread, without a step of the engine: first it locks the folder; then, when the
 namespace is known, it opens that namespace's place, reads the records and has the rows of the earlier
 process. Until then it holds nothing, and requests may wait for it (`IOTier.is_awaited`). A failed attempt is
-repeated with growing pauses. So a second engine on one folder runs without the tier and takes over when the
-first has gone, and a folder that has vanished is made again.
+repeated with growing back-off. So a second engine on one folder runs without the tier and takes over when
+the first has gone, and a folder that has vanished is made again.
 
 Restored rows are announced in slices, newest first, with the descriptions that were kept. Every few seconds
 the tier saves last uses, prices and the count of the write limit. A reset writes a new epoch before any
@@ -47,8 +47,7 @@ from kvtier.tiers.disk.folder import (
 )
 from kvtier.tiers.io_threads import IOCall
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_tier import SlotTier
-from kvtier.tiers.write_limit import WriteLimit
+from kvtier.tiers.slot_tier import SlotTier, WriteLimit
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class DiskTier(SlotTier):
         )
         self.config = config
         self._folder = Path(config.path) / f"rank-{rank}"
-        self._rank, self._ranks, self._told_others = rank, ranks, 0
+        self._rank, self._ranks, self._reported_others = rank, ranks, 0
         self._description_bytes = description_bytes
         self._namespace = namespace
         self._lock: FolderLock | None = None
@@ -167,7 +166,7 @@ class DiskTier(SlotTier):
                 self._releases.add(lock.release)
                 self._lock, self._device = lock, lock.device
                 if not self._ending.is_set():
-                    self._note_solved()
+                    self._clear_problem()
             return lock
 
     def _expect_held(self, lock: FolderLock | None) -> FolderLock:
@@ -273,8 +272,8 @@ class DiskTier(SlotTier):
         equal = self.config.capacity // self._ranks
         share = max(0, equal - -(-left // self._ranks))
         now = max(0, min(share, self.config.capacity - others))
-        if now < equal and others != self._told_others:
-            self._told_others = others
+        if now < equal and others != self._reported_others:
+            self._reported_others = others
             line = (
                 "disk tier: %s: other ranks have %s of the capacity; `kvtier disk ls %s` lists what was left"
             )
@@ -298,7 +297,7 @@ class DiskTier(SlotTier):
         if self._suffix is not None:
             self.reset(self._suffix)
         held, slots = len(opened.table), opened.table.num_slots
-        self._tell_open(
+        self._log_open(
             str(opened.files.folder),
             f"{held:,} of {slots:,} rows"
             f" ({format_size(held * self.row_bytes)} of {format_size(slots * self.row_bytes)})",
@@ -328,8 +327,8 @@ class DiskTier(SlotTier):
 
         def end(descriptions: tuple[bytes, ...] | None, error: BaseException | None) -> None:
             self._last_progress = self._clock()
-            told = descriptions if error is None and descriptions is not None else (b"",) * len(keys)
-            self._announce_restored(part, keys, told)
+            unknown = (b"",) * len(keys)
+            self._announce_restored(part, keys, unknown if descriptions is None else descriptions)
             self._some_silent = len(self._to_announce) > 0
 
         self._describing = self._io.call(lambda: files.read_descriptions(part.tolist(), keys), end)
@@ -340,8 +339,7 @@ class DiskTier(SlotTier):
         """Announce the chunks that are unchanged since their descriptions were requested."""
         still = self._silent[slots].tolist() if len(self._silent) else [False] * len(keys)
         self._silent[slots[still]] = False
-        told = tuple(compress(descriptions, still))
-        self._announce_stored(list(compress(keys, still)), told)
+        self._announce_stored(list(compress(keys, still)), tuple(compress(descriptions, still)))
 
     def _announced(self, slots: Slots) -> Slots:
         if not self._some_silent:
@@ -388,7 +386,7 @@ class DiskTier(SlotTier):
             try:
                 self._own()
                 put_down = self._epoch_writer()
-                _save_epoch(put_down, nobody, lambda pause: not never.wait(min(pause, 0.2)))
+                _save_epoch(put_down, nobody, lambda seconds: not never.wait(min(seconds, 0.2)))
             except (OSError, OutsideError) as error:
                 self._epoch_error = str(error)
                 raise
@@ -424,7 +422,7 @@ class DiskTier(SlotTier):
         self._delete_again.clear()
         for health in self._health.values():
             health.resume()
-        self._note_problem(OutsideError(why))
+        self._record_problem(OutsideError(why))
         self._begin_opening(self._open_once, self._use)
 
     def _disown(self) -> None:
@@ -465,7 +463,7 @@ class DiskTier(SlotTier):
         self._epoch_written = written = threading.Event()
 
         def save() -> None:  # retries here, because an idle engine does not poll
-            _save_epoch(put_down, written, lambda pause: not self._ending.wait(pause))
+            _save_epoch(put_down, written, lambda seconds: not self._ending.wait(seconds))
 
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_unsaved = error is not None or (files, epoch) != (self._files, self._scope.epoch)
@@ -548,11 +546,11 @@ def _save_epoch(
     put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]
 ) -> None:
     """Write an epoch to the disk, with retries. Runs on an I/O thread."""
-    for pause in (*_EPOCH_BACKOFF, None):
+    for backoff in (*_EPOCH_BACKOFF, None):
         try:
             return put_down(tried)
         except OSError:
-            if pause is None or not may_retry_after(pause):
+            if backoff is None or not may_retry_after(backoff):
                 raise
         finally:
             tried.set()
