@@ -23,7 +23,7 @@ import numpy as np
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReqContext
+from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReadLease, ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.policies import Slots
 from kvtier.residency import MissReason
@@ -81,7 +81,7 @@ class PromotionRequest:
     whole: bool = False
     missing: dict[OffloadKey, None] = field(default_factory=dict)
     """The rows on their way that the request waits for, the most useful first."""
-    pins: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = field(default_factory=list)
+    pins: list[ReadLease] = field(default_factory=list)
     """The rows that have come."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each row has come from."""
@@ -315,7 +315,8 @@ class Promotions:
             found = self._pool.lookup_many(theirs, request.context)
             ready = list(compress(theirs, found))  # none after a reset
             if ready:
-                request.pins.append((ready, self._pool.prepare_load(ready, request.context)))
+                spec = self._pool.prepare_load(ready, request.context)
+                request.pins.append(ReadLease(self._pool, ready, spec))
                 request.sources.update(dict.fromkeys(ready, job.tier.name))
                 for key in ready:
                     self._pinned[key] = self._pinned[key] + 1 if key in self._pinned else 1
@@ -391,9 +392,9 @@ class Promotions:
         """
         self._stop_waiting(request, list(request.missing))
         pins, request.pins = request.pins, []
-        for keys, spec in pins:
-            self._pool.complete_load(keys, spec)
-            for key in keys:
+        for lease in pins:
+            lease.release()
+            for key in lease.keys:
                 if self._pinned[key] > 1:
                     self._pinned[key] -= 1
                 else:
@@ -423,7 +424,7 @@ class Promotions:
 
     def check(self, requests: Sequence[PromotionRequest]) -> None:
         """Raise `IntegrityError` if the records do not agree with those of all requests."""
-        pinned = Counter(key for request in requests for keys, _ in request.pins for key in keys)
+        pinned = Counter(key for request in requests for lease in request.pins for key in lease.keys)
         awaited = Counter(key for request in requests for key in request.missing)
         lent = sum(len(job.lent) for job in self._jobs)
         coming = {key for job in self._jobs for key in job.keys_at(sorted(job.lent))}
