@@ -11,7 +11,7 @@ import pytest
 from tests.unit.connector_kit import Request
 from tests.unit.test_connector_lookups import CachedHashes
 from tests.unit.test_connector_promotion import PROMPT, TieredHost, keys_of
-from tests.unit.tier_kit import Tiered, context, key, keys
+from tests.unit.tier_kit import ROW, Tiered, context, key, keys
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import waits
@@ -175,6 +175,22 @@ def test_a_late_result_for_one_request_is_in_time_for_another() -> None:
     tiered.poll()
     assert not tiered.is_waiting("b")
     assert tiered.manager.waits.sources(context("b")) == {key(2): "disk"}
+
+
+@pytest.mark.parametrize("arrived", [0, 1])
+def test_a_promotion_of_which_nothing_came_in_time_is_a_lower_bound_of_its_cost(arrived: int) -> None:
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2))
+    tiered.promote(1, 2, wait_budget=1.0)
+    job = tiered.submit()
+    assert job is not None
+    if arrived:
+        tiered.tier.finish(job.job_id, 1)
+        tiered.poll()
+    tiered.clock.now = 1.0
+    tiered.poll()
+    (time,) = tiered.manager.promotions.take_times()
+    assert time == (("disk", ROW, 0.001, False) if arrived else ("disk", 2 * ROW, 1.0, True))
 
 
 # Random engines

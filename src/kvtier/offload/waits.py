@@ -136,9 +136,7 @@ class TierWaits:
 
         The first call decides how long: for `wait_budget` seconds, but not beyond the deadline of a lookup.
         """
-        if wait.phase is WaitPhase.IDLE:
-            wait.phase = WaitPhase.TURN
-            wait.deadline = min(wait.deadline, self._clock() + wait_budget)
+        wait.phase, wait.deadline = WaitPhase.TURN, min(wait.deadline, self._clock() + wait_budget)
         return self._keep_turn(wait)
 
     def _keep_turn(self, wait: TierWait) -> bool:
