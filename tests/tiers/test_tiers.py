@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvtier.keys import OffloadKey
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, TierSuite, churn
-from kvtier.tiers.base import Direction, RowBuffer, RowJob, Tier
+from kvtier.tiers.base import BackendRow, Direction, RowBuffer, RowJob, Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier
 
 
@@ -91,6 +92,40 @@ def test_the_scheduler_makes_no_rows(all_held: bool) -> None:
         tier.poll()
     assert makers
     assert threading.current_thread() not in makers
+    assert tier.close(30)
+
+
+def test_rows_keep_their_columns_when_only_some_are_taken() -> None:
+    """Key, memory, address and description belong together in a job of which every other row is refused."""
+    written: dict[OffloadKey, BackendRow] = {}
+
+    class RecordingBackend(MemoryBackend):
+        def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+            written.update({row.key: row for row in rows})
+            return super().write(rows)
+
+    backend = RecordingBackend()
+    tier = make_memory_tier(32, ROW_BYTES, backend=backend)
+    memory = memoryview(bytearray(b"".join(bytes([number]) * ROW_BYTES for number in range(16))))
+    tier.set_buffer(buffer := RowBuffer(memory, ROW_BYTES))
+    names = [OffloadKey(b"%036d" % number) for number in range(16)]
+    for job_id, part in enumerate((range(0, 16, 2), range(16)), 1):
+        slots = np.array(part)
+        job = RowJob(job_id, Direction.DEMOTE, [names[at] for at in part], slots, 1e9, lambda at: b"%d" % at)
+        taken = tier.demote(job)
+        while tier.stats().demoted < 8 * job_id:
+            tier.wait_any(0.1)
+            tier.poll()
+    assert taken == list(range(1, 16, 2))
+    assert [written[name].pieces for name in names] == [buffer[at] for at in range(16)]
+    assert [written[names[at]].description for at in taken] == [b"%d" % at for at in taken]
+    assert len({row.place for row in written.values()}) == 16
+    memory[:] = bytes(len(memory))
+    tier.promote(RowJob(3, Direction.PROMOTE, names[::-1], np.arange(16)[::-1].copy(), 1e9))
+    while tier.stats().promoted < 16:
+        tier.wait_any(0.1)
+        tier.poll()
+    assert [set(buffer[at][0]) for at in range(16)] == [{at} for at in range(16)]
     assert tier.close(30)
 
 

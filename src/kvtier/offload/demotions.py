@@ -40,7 +40,7 @@ _ROWS = 1024
 
 @dataclass(slots=True, eq=False)
 class _TierQueue:
-    """The queue of one tier: rows offered and not submitted yet, and the jobs submitted."""
+    """The rows offered to one tier and not submitted yet, and the number of rows submitted."""
 
     tier: Tier
     offers: OrderedDict[OffloadKey, None] = field(default_factory=OrderedDict)
@@ -50,7 +50,7 @@ class _TierQueue:
 
 
 class Demotions:
-    """The demotions of rows to tiers.
+    """Owns the demotions of rows to tiers.
 
     Their job ids are negative, because promotions use the positive ones.
     """

@@ -166,7 +166,7 @@ class ManagerSuite:
         assert output is not None
         assert output.keys_to_store == keys(5, 4, 3)
 
-    def test_no_row_of_the_offer_is_evicted_for_it(self) -> None:
+    def test_nobody_of_the_offer_leaves_for_it(self) -> None:
         manager = self.make(3)
         self.store(manager, 1, 2, 3)
         output = manager.prepare_store(keys(1, 2, 3, 4), self.context)

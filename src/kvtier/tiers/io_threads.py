@@ -62,7 +62,7 @@ class IOCall:
 
 
 class IOThreads:
-    """Threads over one backend. Use `close()`; the threads keep no process alive."""
+    """Owns the threads over one backend. Use `close()`; the threads keep no process alive."""
 
     def __init__(
         self,
