@@ -344,7 +344,7 @@ def test_a_tier_is_asked_about_the_chunk_that_an_end_lies_in() -> None:
     assert host.scheduler.get_num_new_matched_tokens(request, 0, 32) == (None, False)
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == [window[2], *full]
+    assert job.keys == [window[2], *full]
     host.tier.finish(job.job_id)
     host.end_step()
     assert host.scheduler.get_num_new_matched_tokens(request, 0, 32) == (32, True)

@@ -124,7 +124,7 @@ def test_chunks_that_cover_the_lookahead_are_promoted_too() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == keys_of(PROMPT)
+    assert job.keys == keys_of(PROMPT)
     host.tier.finish(job.job_id)
     host.end_step()
     assert host.ask(request) == 20

@@ -17,7 +17,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "tier_config"}
+BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "residency", "tier_config"}
 BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool", "slot_table"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
@@ -35,12 +35,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log_limit": set(),
     "native": {"errors"},
     "keys": {"errors", "native"},
+    "residency": {"keys"},
     "policies": BASE | {"native"},
     "slot_table": BASE | {"policies"},
     "memory_limits": {"config", "errors"},
     "rendezvous": {"errors"},
     "pool": BASE | {"memory_limits", "rendezvous"},
-    "events": {"errors", "keys", "log_limit"},
+    "events": {"errors", "keys", "log_limit", "residency"},
     "metrics": {"errors"},
     "index": {"errors", "events", "keys", "log_limit", "metrics"},
     "transfer": BELOW_TRANSFER | {"native"},

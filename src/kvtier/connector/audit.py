@@ -24,7 +24,7 @@ from random import Random
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.jobs import StoreJob, gpu_end_of
-from kvtier.connector.lookup import match_prefix
+from kvtier.connector.load_decision import match_prefix
 from kvtier.connector.metadata import OffloadingConnectorMetadata, ReqId, TransferReport
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
 from kvtier.keys import OffloadKey

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtier.config import Recompute
 from kvtier.connector.jobs import LoadJob
-from kvtier.connector.lookup import PrefixMatch
+from kvtier.connector.load_decision import PrefixMatch
 from kvtier.connector.metadata import ReqId
 from kvtier.connector.state import RequestState
 from kvtier.offload.base import MissReason, OffloadingManager

@@ -40,8 +40,7 @@ from kvtier.connector.jobs import (
     plan_store,
     reordered,
 )
-from kvtier.connector.load_decision import LoadDecision, PromotionDecision
-from kvtier.connector.lookup import match_prefix
+from kvtier.connector.load_decision import LoadAction, LoadDecision, PromotionDecision
 from kvtier.connector.metadata import (
     BlockIds,
     CachedRequest,
@@ -102,15 +101,27 @@ class OffloadingConnectorScheduler:
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
         self._prefill = PrefillQueue()
+        self._tiered = self.manager if isinstance(self.manager, TieredOffloadingManager) else None
+        self._promotion: PromotionDecision | None = None
+        if self._tiered is not None:
+            self._promotion = PromotionDecision(
+                self._settings, self._geometry, self.cost, self._prefill, self._tiered
+            )
         self._load_decision = LoadDecision(
-            self._settings, self._geometry, self.cost, self._jobs, self._prefill, clock
+            self._settings,
+            self._geometry,
+            self.cost,
+            self._jobs,
+            self._prefill,
+            self.manager,
+            self._promotion,
+            clock,
         )
         self._load_failures = LoadFailures()
         self._audits = Audits(spec.config, self._geometry, self.manager)
         self.metrics = make_registry(
             self.stats, self.times, self.manager, self._audits, spec.config.row_bytes, self._blocks.stale
         )
-        self._promotion: PromotionDecision | None = None
         self._timer = StepTimer()
         self._planned_loads: list[LoadJob] = []
         self._to_hold: set[ReqId] = set()  # requests that have finished while stores read their blocks
@@ -121,15 +132,11 @@ class OffloadingConnectorScheduler:
         self._events_to_take: list[KVCacheEvent] = []
         self._completed: list[OffloadKey] = []  # chunks of the stores that this step's output completed
         self._describe = describe
-        self._tiered = self.manager if isinstance(self.manager, TieredOffloadingManager) else None
         if self._tiered is not None:
-            self._use_tiers(self._tiered)
+            self._describe_to_tiers(self._tiered)
         self._recompute = Recompute.ALL if self._geometry.windowed else spec.config.recompute
 
-    def _use_tiers(self, manager: TieredOffloadingManager) -> None:
-        self._promotion = PromotionDecision(
-            self._settings, self._geometry, self.cost, self._prefill, manager, self._clock
-        )
+    def _describe_to_tiers(self, manager: TieredOffloadingManager) -> None:
         if self._tracker.enabled:
             manager.describe_with(self._tracker.describe_chunks)
         if self._describe is None:
@@ -151,7 +158,8 @@ class OffloadingConnectorScheduler:
         `(None, False)`: ask again later. The call pins nothing and may be repeated. `max_num_new_tokens` is
         for an engine that could not use more.
         """
-        if self._promotion is not None and self._promotion.must_wait(self._requests.get(request.request_id)):
+        req_id = request.request_id
+        if self._promotion is not None and self._promotion.must_wait(req_id, self._requests.get(req_id)):
             self.stats.waits += 1
             return None, False
         state = self._track(request)
@@ -165,19 +173,12 @@ class OffloadingConnectorScheduler:
         for most in (max_num_new_tokens, state.load_limit):
             if most is not None:
                 limit = min(limit, num_computed_tokens + most)
-        match = match_prefix(self._geometry, self.manager, state, limit)
-        if self._promotion is not None:
-            if self._promotion.start_waiting(state, match, limit):
-                self.stats.waits += 1
-                return None, False
-            match = self._promotion.without_arrivals(match)
-        if self._load_decision.should_wait(state, match):
+        action, match = self._load_decision.decide(state, limit)
+        if action is LoadAction.WAIT:
             self.stats.waits += 1
             return None, False
-        state.waiting_since = None
-        is_worth = self._load_decision.is_worth_loading(state, match)
-        self.stats.not_worth += not is_worth
-        end = match.end if is_worth else state.local
+        end = match.end if action is LoadAction.LOAD else state.local
+        self.stats.not_worth += end < match.end
         if end > state.local:
             end = self._audits.choose_end(state, end)
             if state.audit and self._promotion is not None:
@@ -187,7 +188,7 @@ class OffloadingConnectorScheduler:
         )
         self._explainer.explain_match(state, match, end, limited=limited)
         # The last token is always computed.
-        self._prefill.put(request.request_id, max(1, request.num_tokens - end))
+        self._prefill.put(req_id, max(1, request.num_tokens - end))
         return end - state.local, end > state.local
 
     # -- loading -----------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class OffloadingConnectorScheduler:
             self._plan_load(state, state.local + num_external_tokens)
 
     def _plan_load(self, state: RequestState, end: int) -> None:
-        job = plan_load(self.spec.config, state, end, self._load_decision.patience(state, end))
+        job = plan_load(self.spec.config, state, end, self._load_decision.wait_budget(state, end))
         if self._promotion is not None:
             job.promoted_tokens = self._promotion.tokens_by_tier(state, end)
         try:
@@ -253,8 +254,8 @@ class OffloadingConnectorScheduler:
         """Forget the blocks of a request: from now on fences protect those that stores still read."""
         self._jobs.release_blocks(state)
         state.next_offer = 0
-        state.may_ask = state.may_promote = True
-        state.turn_until = None
+        if self._tiered is not None:
+            self._tiered.waits.forget(state.context)  # it may be looked up and promoted again
         state.audit, state.audit_tokens = range(0), 0
         state.may_load = True  # the request has run since its load failed, so this cannot repeat for ever
         for group in state.groups:
@@ -336,7 +337,7 @@ class OffloadingConnectorScheduler:
         """
         now = self._clock()
         if (timed := self._timer.end(now)) is not None:
-            self.cost.note_step(*timed)
+            self.cost.learn_step(*timed)
         for report in connector_output.reports:
             self._take_report(report)
         for job in self._jobs.expire(now):
@@ -344,7 +345,6 @@ class OffloadingConnectorScheduler:
         if self._tiered is not None and self._promotion is not None:
             self._tiered.end_step()
             self._promotion.learn()
-            self._promotion.admit_next()
         if self._completed:
             self._translate_events()
             # A chunk not announced by now has failed or was removed; another store may already store it.
@@ -376,12 +376,12 @@ class OffloadingConnectorScheduler:
         seconds, world_size = result.transfer_time, self.spec.config.world_size
         if result.success:
             if result.transfer_size and seconds:
-                self.cost.note_load(result.transfer_size * world_size, seconds)
+                self.cost.learn_load(result.transfer_size * world_size, seconds)
             return
         waited = self._clock() - job.started
         if seconds is None and waited >= min(job.wait_budget, job.deadline):
             seconds = waited
-        self.cost.note_lost_load(job.num_bytes, seconds or 0.0)
+        self.cost.learn_lost_load(job.num_bytes, seconds or 0.0)
 
     def _complete(self, job: LoadJob | StoreJob) -> None:
         if isinstance(job, LoadJob):
@@ -411,7 +411,7 @@ class OffloadingConnectorScheduler:
             job.job_id, job.req_id, sorted(job.missing_ranks), self._clock() - job.started, len(job.keys),
         )  # fmt: skip
         if isinstance(job, LoadJob):
-            self.cost.note_lost_load(job.num_bytes, self._clock() - job.started)
+            self.cost.learn_lost_load(job.num_bytes, self._clock() - job.started)
             self._end_load(job)
             return
         # Another running store already stores the other chunks again.
@@ -583,7 +583,7 @@ class OffloadingConnectorScheduler:
     def shutdown(self) -> None:
         """Release the manager and the pool. Idempotent."""
         if self._promotion is not None:
-            self._promotion.keep_prices()
+            self._promotion.keep_estimates()
         self.manager.shutdown()
         self.spec.shutdown()
 

@@ -198,13 +198,8 @@ class RequestState:
     """Running stores that read blocks which the request holds."""
     may_load: bool = True
     """False once a load has failed, until the request is preempted: it computes instead."""
-    may_promote: bool = True
-    """False once the request wished for chunks or they were not worth it, until it is preempted."""
-    may_ask: bool = True
-    """False once tiers were asked for chunks or were not worth asking, until the request is preempted."""
-    turn_until: float | None = None
-    """Until when the request waits for its turn to wait for tiers, if it has had to."""
     waiting_since: float | None = None
+    """When the request began to wait for chunks that are on their way into the pool for another request."""
     next_offer: int = 0
     """The number of computed tokens from which a next chunk is complete and can be offered for storing."""
     retry_store_at: int = 0
@@ -243,6 +238,11 @@ class RequestState:
         hashes = self.view.block_hashes
         for group in self.groups:
             group.extend_keys(hashes)
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of all groups that have a key."""
+        return sum(len(group.keys) for group in self.groups)
 
     def all_keys(self) -> list[OffloadKey]:
         """Return the keys of all groups from the head of the prefix to its tail."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.keys import OffloadKey
+from kvtier.residency import MissReason as MissReason
+from kvtier.residency import OffloadingEvent as OffloadingEvent
 from kvtier.transfer.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -54,39 +55,6 @@ class PrepareStoreOutput:
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
     evicted_keys: list[OffloadKey] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class OffloadingEvent:
-    """Chunks that became loadable in a tier, or (`removed`) that are no longer loadable."""
-
-    keys: list[OffloadKey]
-    medium: str
-    removed: bool
-    descriptions: tuple[bytes, ...] | None = None
-    """The tier's own description of each chunk, if there is no other: after a restart."""
-
-
-class MissReason(Enum):
-    """The reason why a chunk cannot be loaded."""
-
-    NEVER_STORED = "never stored"
-    EVICTED = "evicted"
-    REFUSED = "refused"
-    WRITING = "still being written"
-    FAILED = "failed its check"
-    CLEARED = "cleared by a reset"
-    NOT_WORTH_LOADING = "not worth loading"
-    IO_FAILED = "could not be read or written"
-    TOO_SLOW = "too slow"
-    SUSPENDED = "suspended"
-    NOT_OPEN = "not open yet"
-    NAMESPACE_UNKNOWN = "namespace not known yet"
-    LOST = "lost with its files"
-    NO_ROOM = "no room in the pool to promote it"
-    LIMITED = "beyond what the request may load"
-    AUDITED = "computed for an audit"
-    STALE_PREFIX = "follows KV of before a reset"
 
 
 class ChunkLookup(Protocol):

@@ -31,8 +31,8 @@ from kvtier.offload.base import (
 )
 from kvtier.policies import CachePolicy, Slots, make_policy
 from kvtier.policies.slots import ABSENT, WRITING, ClearedChunks
+from kvtier.residency import BoundedKeyMap
 from kvtier.slot_table import NO_SLOTS, NO_USER, SlotTable
-from kvtier.tiers.recent_keys import RecentKeys
 from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
 
 _MEDIUM = CPULoadStoreSpec.medium()
@@ -328,8 +328,8 @@ class MissHistory:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._offers: RecentKeys[int] = RecentKeys(limit)
-        self._reasons: RecentKeys[MissReason] = RecentKeys(limit)
+        self._offers: BoundedKeyMap[int] = BoundedKeyMap(limit)
+        self._reasons: BoundedKeyMap[MissReason] = BoundedKeyMap(limit)
         # Filed on the first question: chunks leave by the thousand and few are asked about.
         self._unfiled: deque[tuple[tuple[OffloadKey, ...], MissReason]] = deque()
         self._num_unfiled = 0

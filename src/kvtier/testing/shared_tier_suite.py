@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier.keys import OffloadKey
+from kvtier.residency import MissReason
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
 from kvtier.testing.tier_suite import (
@@ -31,7 +32,7 @@ from kvtier.testing.tier_suite import (
     keys,
 )
 from kvtier.tiers import shared_tier
-from kvtier.tiers.base import Backend, BackendRow, Outcome, Tier, TierMiss
+from kvtier.tiers.base import Backend, BackendRow, Tier
 from kvtier.tiers.seal import SealScope, seal_of
 
 __all__ = ["ROW_BYTES", "SharedTierSuite"]
@@ -80,7 +81,7 @@ class SharedTierSuite(MovingSuite):
         assert self.ask(second, 1, 2, 3, 4) == [True, True, True, False]
         assert second.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
         assert second.tier.explain(key(1)) is None
-        assert second.tier.explain(key(4)) is TierMiss.NEVER_STORED
+        assert second.tier.explain(key(4)) is MissReason.NEVER_STORED
         self.expect_held(second)
 
     def test_asking_is_done_once_and_remembered_for_a_while(self, drivers: list[TierDriver]) -> None:
@@ -116,9 +117,9 @@ class SharedTierSuite(MovingSuite):
         driver.store(1, 2)
         stranger.delete([_row(1)])
         assert driver.tier.lookup_many(keys(1, 2)) == [True, True]
-        assert driver.fetch(1, 2) == {1: Outcome.ABSENT, 2: content(2)}
+        assert driver.fetch(1, 2) == {1: MissReason.EVICTED, 2: content(2)}
         assert driver.tier.lookup_many(keys(1, 2)) == [False, True]
-        assert driver.tier.explain(key(1)) is TierMiss.EVICTED
+        assert driver.tier.explain(key(1)) is MissReason.EVICTED
         assert driver.tier.stats().suspended is None
         driver.store(1)
         assert driver.fetch(1) == {1: content(1)}
@@ -131,7 +132,7 @@ class SharedTierSuite(MovingSuite):
         driver.clock.now += 60
         assert driver.demote(1)[1] == [], "nobody knows better"
         assert self.ask(driver, 1) == [False]
-        assert driver.tier.explain(key(1)) is TierMiss.EVICTED
+        assert driver.tier.explain(key(1)) is MissReason.EVICTED
         driver.store(1)
 
     def test_a_row_that_is_gone_puts_the_others_in_doubt(
@@ -142,7 +143,7 @@ class SharedTierSuite(MovingSuite):
         driver.store(1, 2, 3)
         stranger.delete([_row(number) for number in (1, 2, 3)])
         driver.clock.now += 0.1
-        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert driver.fetch(1) == {1: MissReason.EVICTED}
         assert driver.tier.lookup_many(keys(1, 2, 3)) == [False, None, None]
         driver.store(1, 2, 3)
         assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
@@ -168,7 +169,7 @@ class SharedTierSuite(MovingSuite):
         for engine in engines:
             engine.faulty.release()
         for engine, job in zip(engines, jobs, strict=True):
-            assert engine.finish(job) == {key(1): Outcome.DONE}
+            assert engine.finish(job) == {key(1): None}
         for engine in engines:  # a server may say that it has a row which the other is still writing
             assert engine.fetch(1) == {1: content(1)}
 
@@ -176,12 +177,12 @@ class SharedTierSuite(MovingSuite):
         driver = self.drive(drivers)
         driver.faulty.hang()
         writing, _ = driver.demote(1)
-        assert driver.tier.explain(key(1)) is TierMiss.WRITING
-        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert driver.tier.explain(key(1)) is MissReason.WRITING
+        assert driver.fetch(1) == {1: MissReason.EVICTED}
         assert driver.demote(1)[1] == []
         driver.tier.discard(keys(1))  # it is deleted when it has been written
         driver.faulty.release()
-        assert driver.finish(writing) == {key(1): Outcome.DONE}
+        assert driver.finish(writing) == {key(1): None}
         assert not driver.tier.lookup(key(1))
         driver.wait(lambda: bool(driver.demote(1, version=1)[1]))
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
@@ -199,7 +200,7 @@ class SharedTierSuite(MovingSuite):
         stranger.write([_forged(forge)])
         assert self.ask(driver, 1) == [True]
         (outcome,) = driver.fetch(1).values()
-        assert outcome in (Outcome.FAILED_CHECK, Outcome.ABSENT)
+        assert outcome in (MissReason.FAILED, MissReason.EVICTED)
         assert driver.tier.lookup(key(1)) is False
         driver.wait(lambda: bool(driver.demote(1)[1]))
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
@@ -214,12 +215,12 @@ class SharedTierSuite(MovingSuite):
         killed, other = self.drive(drivers), self.drive(drivers)
         with monkeypatch.context() as patch:
             patch.setattr(killed.faulty, "delete", lambda rows: None)  # as if it had been killed before
-            assert killed.fetch(1) == {1: Outcome.FAILED_CHECK}
+            assert killed.fetch(1) == {1: MissReason.FAILED}
             killed.tier.discard(keys(1))
             self._wait_idle(killed)
         assert stranger.contains([_row(1)]) == [True]
         assert self.ask(other, 1) == [True]
-        assert other.fetch(1) == {1: Outcome.FAILED_CHECK}
+        assert other.fetch(1) == {1: MissReason.FAILED}
         self._wait_idle(other)
         assert stranger.contains([_row(1)]) == [False]
         other.store(1)
@@ -270,7 +271,7 @@ class SharedTierSuite(MovingSuite):
         driver.clock.now += 2
         assert driver.tier.lookup_many(keys(5, 6)) == [False, False], "before anybody polls"
         driver.poll()
-        assert driver.tier.explain(key(5)) is TierMiss.NO_ANSWER
+        assert driver.tier.explain(key(5)) is MissReason.TOO_SLOW
         assert driver.tier.lookup_many(keys(7, 8)) == [False, False], "nobody else is held up"
         driver.tier.ask(keys(7, 8), driver.clock.now + 2)
         assert driver.tier.lookup_many(keys(7, 8)) == [False, False]
@@ -317,7 +318,7 @@ class SharedTierSuite(MovingSuite):
             if driver.tier.stats().suspended is None:
                 assert self.ask(driver, number) == [False]
         assert driver.tier.stats().suspended == "Connection refused"
-        assert driver.tier.explain(key(1)) is TierMiss.SUSPENDED
+        assert driver.tier.explain(key(1)) is MissReason.SUSPENDED
         for _ in range(50):  # for minutes
             driver.clock.now += 5
             driver.poll()
@@ -333,7 +334,7 @@ class SharedTierSuite(MovingSuite):
         while driver.tier.stats().suspended is not None:
             driver.clock.now += seconds
             driver.poll()
-            driver.wait(lambda: not driver.tier._probing)  # type: ignore[attr-defined]
+            driver.wait(lambda: not driver.tier._probing.is_running)  # type: ignore[attr-defined]
 
     # Opening
 
@@ -353,8 +354,8 @@ class SharedTierSuite(MovingSuite):
         driver = TierDriver(tier, FaultyBackend(MemoryServer()), clock)
         driver.wait(lambda: tier.problem is not None)
         assert tier.lookup_many(keys(1, 2)) == [False, False]
-        assert tier.explain(key(1)) is TierMiss.NOT_OPEN
-        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert tier.explain(key(1)) is MissReason.NOT_OPEN
+        assert driver.fetch(1) == {1: MissReason.NOT_OPEN}
         assert driver.demote(1)[1] == []
         assert tier.stats().state == "valkey tier: Connection refused"
 
@@ -379,7 +380,7 @@ class SharedTierSuite(MovingSuite):
         assert tier.wait_open(_PATIENCE)
         assert tier.lookup_many(keys(1)) == [None], "a request may wait for it"
         assert tier.lacks_namespace()
-        assert tier.explain(key(1)) is TierMiss.NOT_OPEN
+        assert tier.explain(key(1)) is MissReason.NOT_OPEN
         names.append("suite")
         assert tier.lookup_many(keys(1)) == [None], "it can be asked about now"
         assert tier.explain(key(1)) is None

@@ -17,27 +17,24 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import compress
 from typing import TypeVar
 
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
+from kvtier.residency import BoundedKeyMap, MissReason
 from kvtier.tiers.base import (
     MEDIUM_STORAGE,
-    Outcome,
+    Direction,
+    RowBatch,
+    RowBuffer,
+    RowJob,
     Tier,
-    TierJob,
-    TierMiss,
     TierResult,
     TierStats,
 )
 from kvtier.tiers.health import TierHealth
-from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
-from kvtier.tiers.recent_keys import RecentKeys
-from kvtier.tiers.row_mover import JobRows, say_error
+from kvtier.tiers.io_threads import IOCall, IOThreads, say_error
 from kvtier.tiers.seal import SealKey, SealScope
-
-__all__ = ["REMEMBERED", "IOTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +91,7 @@ class IOTier(Tier):
         self._max_queued = max_queued
         self._scope = SealScope("")
         self._io = IOThreads(
+            row_bytes=row_bytes,
             name=name,
             threads=threads,
             max_in_flight=max(max_in_flight, 4 * row_bytes),
@@ -112,16 +110,16 @@ class IOTier(Tier):
         """An engine does not start without this tier."""
         self.where = f"{name} tier"
         """How lines in the log begin."""
-        self._opening, self._opening_since = False, float("-inf")
+        self._opening, self._opening_since = IOCall(), float("-inf")
         self._ending = threading.Event()  # the tier is being closed
         # Written by the opening thread, too.
         self._problem: str | None = None
         self._lacks_namespace = False
         self._waits_for: str | None = None
         self._backoff, self._retry_at = _FIRST_BACKOFF, float("-inf")
-        self._probing = False
+        self._probing = IOCall()
         self._closed = False
-        self._misses: RecentKeys[TierMiss] = RecentKeys(REMEMBERED)
+        self._misses: BoundedKeyMap[MissReason] = BoundedKeyMap(REMEMBERED)
         self._results: list[TierResult] = []
         self._last_progress = float("-inf")
         self._counts: Counter[str] = Counter()
@@ -130,23 +128,23 @@ class IOTier(Tier):
     # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
-    def _settle_read(self, report: IOReport) -> None:
+    def _settle_read(self, result: TierResult) -> None:
         """Update the books for rows of a read, once no call uses them."""
 
     @abstractmethod
-    def _settle_write(self, report: IOReport) -> None:
+    def _settle_write(self, result: TierResult) -> None:
         """Update the books for rows of a write, once no call uses them."""
 
     @abstractmethod
-    def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
+    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
         """Update the books for rows that were taken back before a thread had begun them."""
 
-    def _note_stuck_reads(self, rows: JobRows) -> None:
-        """Note the rows whose calls do not return."""
+    def _settle_stuck_read(self, batch: RowBatch) -> None:
+        """Update the books for rows whose read does not return."""
         return
 
     def _num_rows(self) -> tuple[int, int] | None:
-        """Return how many rows are held, and how many there is room for; `None`: only a server knows."""
+        """Return how many rows are held, and how many there is room for; `None` if only a server knows."""
         return None
 
     # -- opening -----------------------------------------------------------------------------------
@@ -205,14 +203,13 @@ class IOTier(Tier):
         """
 
         def end(opened: _T | None, error: BaseException | None) -> None:
-            self._opening = False
             if opened is not None:
                 take(opened)
             elif not isinstance(error, _TierClosedError):
                 self._note_problem(error)
 
-        self._opening, self._opening_since = True, self._clock()
-        self._io.call(lambda: self._open_at_last(open_once), end)
+        self._opening_since = self._clock()
+        self._opening = self._io.call(lambda: self._open_at_last(open_once), end)
 
     def _open_at_last(self, open_once: Callable[[], _T]) -> _T:
         """Try to open the tier until that works. On an I/O thread."""
@@ -265,9 +262,9 @@ class IOTier(Tier):
 
     def _take_opened(self) -> None:
         """Take over what a thread has opened, if it has. For a lookup: an idle engine does not poll."""
-        if self._opening and not self.is_open():
-            for report in self._io.poll():
-                self._settle(report)
+        if self._opening.is_running and not self.is_open():
+            for result in self._io.poll():
+                self._settle(result)
 
     @property
     def _may_wait(self) -> bool:
@@ -298,15 +295,18 @@ class IOTier(Tier):
     def promotion_bytes(self) -> int:
         return self._io.open_bytes(Direction.PROMOTE)
 
-    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
-        direction, rows = self._io.withdraw(job_id, keys)
-        if direction is not None and len(rows):
-            self._withdrawn(direction, rows)
-        return rows.keys
+    def set_buffer(self, buffer: RowBuffer) -> None:
+        self._io.buffer = buffer
+
+    def withdraw(self, job: RowJob, positions: Sequence[int] | None = None) -> list[int]:
+        withdrawn = self._io.withdraw(job, positions)
+        if withdrawn:
+            self._settle_withdrawn(job, withdrawn)
+        return withdrawn
 
     def poll(self) -> list[TierResult]:
-        for report in self._io.poll():
-            self._settle(report)
+        for result in self._io.poll():
+            self._settle(result)
         self._look_after_health()
         results, self._results = self._results, []
         return results
@@ -316,58 +316,38 @@ class IOTier(Tier):
         room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
         return keys if len(keys) * self.row_bytes <= room else keys[: max(0, room // self.row_bytes)]
 
-    def _submit_reads(self, job: TierJob, are_wanted: list[bool], places: list[int]) -> None:
-        """Hand the wanted rows of a promotion to the threads, with their places."""
-        keys, lent = job.keys, job.rows
-        if not all(are_wanted):
-            keys, lent = list(compress(keys, are_wanted)), list(compress(lent, are_wanted))
-        self._submit(Direction.PROMOTE, job, JobRows(keys, places, self.row_bytes, lent))
+    def _submit(self, job: RowJob, positions: Sequence[int]) -> None:
+        """Hand rows of a job to the threads."""
+        if positions:
+            job.scope = self._scope
+            self._io.submit(job, positions)
 
-    def _submit_writes(self, job: TierJob, keys: list[OffloadKey], places: list[int]) -> None:
-        """Hand the rows of these distinct keys of a demotion to the threads, with their places."""
-        lent = job.rows
-        if len(keys) < len(lent):
-            by_key = {key: at for at, key in enumerate(job.keys)}
-            lent = [lent[by_key[key]] for key in keys]
-        self._submit(Direction.DEMOTE, job, JobRows(keys, places, self.row_bytes, lent))
-
-    def _submit(self, direction: Direction, job: TierJob, rows: JobRows) -> None:
-        if len(rows):
-            self._io.submit(direction, job.job_id, rows, self._scope, job.deadline)
-
-    def _refuse(self, job_id: int, keys: list[OffloadKey], outcome: Outcome) -> None:
-        if keys:
-            self._results.append(TierResult(job_id, tuple(keys), outcome))
+    def _refuse(self, job: RowJob, positions: Sequence[int], reason: MissReason) -> None:
+        """Report rows of a promotion that the tier cannot give."""
+        if positions:
+            for at in positions:
+                job.outcomes[at] = reason
+            self._results.append(TierResult(job, list(positions), reason))
 
     # -- outcomes of rows --------------------------------------------------------------------------
 
-    def _settle(self, report: IOReport) -> None:
-        """Enter a report into the books, and add a result for `poll`."""
-        rows, outcome = report.rows, report.outcome
-        if not report.in_use:
-            (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
-        if outcome is Outcome.LATE:
-            self._counts["late"] += len(rows)
-        self._results.append(
-            TierResult(
-                report.job_id,
-                tuple(rows.keys),
-                outcome,
-                report.in_use,
-                report.nbytes,
-                report.seconds,
-                report.why,
-            )
-        )
+    def _settle(self, result: TierResult) -> None:
+        """Enter a result into the books, and keep it for `poll`."""
+        if not result.in_use:
+            is_read = result.job.direction is Direction.PROMOTE
+            (self._settle_read if is_read else self._settle_write)(result)
+        if result.outcome is MissReason.TOO_SLOW:
+            self._counts["late"] += len(result.positions)
+        self._results.append(result)
 
-    def _count_moved(self, report: IOReport, what: str) -> None:
-        self._counts[what] += len(report.rows)
-        self._counts[f"{what}_bytes"] += report.nbytes
-        self._seconds[report.direction] += report.seconds
+    def _count_moved(self, result: TierResult, what: str) -> None:
+        self._counts[what] += len(result.positions)
+        self._counts[f"{what}_bytes"] += len(result.positions) * self.row_bytes
+        self._seconds[result.job.direction] += result.seconds
 
-    def _note_refused(self, keys: list[OffloadKey]) -> None:
+    def _record_refused(self, keys: list[OffloadKey]) -> None:
         self._counts["refused"] += len(keys)
-        self._misses.note(keys, TierMiss.REFUSED)
+        self._misses.record(keys, MissReason.REFUSED)
 
     # -- suspension --------------------------------------------------------------------------------
 
@@ -377,19 +357,19 @@ class IOTier(Tier):
     def _look_after_health(self) -> None:
         if self._io.take_stuck(_STUCK_AFTER):
             self._suspend("a call does not return")
-        for rows in self._io.take_stuck_reads():
-            self._note_stuck_reads(rows)
+        for batch in self._io.take_stuck_reads():
+            self._settle_stuck_read(batch)
         suspended = [(way, health) for way, health in self._health.items() if health.problem is not None]
         if not suspended:
             return
         for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
-                self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
+                self._io.give_up(MissReason.SUSPENDED, direction, health.problem)
         # `take_due` runs for both directions, so that both pauses grow.
         due = [health.take_due() for _, health in suspended]
-        if any(due) and not self._probing and self._io.backend is not None and not self._closed:
-            self._probing = True
-            self._io.call(self._io.backend.probe, self._end_probe)
+        backend = self._io.backend
+        if any(due) and not self._probing.is_running and backend is not None and not self._closed:
+            self._probing = self._io.call(backend.probe, lambda _value, error: self._end_probe(error))
 
     def _is_stuck(self, since: float | None) -> bool:
         """Say whether a call that began at `since` (`None`: not begun) runs too long to be merely slow."""
@@ -399,8 +379,8 @@ class IOTier(Tier):
         for health in self._health.values():
             health.suspend(why)
 
-    def _end_probe(self, _value: object, error: BaseException | None) -> None:
-        self._probing = False
+    def _end_probe(self, error: BaseException | None) -> None:
+        """End the suspension if a probe has found that the backend works again."""
         if error is None:
             for health in self._health.values():
                 health.resume()
