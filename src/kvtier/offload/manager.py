@@ -364,4 +364,5 @@ def _as_list(keys: Iterable[OffloadKey]) -> list[OffloadKey]:
 
 def _slots_of(spec: LoadStoreSpec | None) -> Slots | None:
     """Return the slots that a job was given."""
-    return spec.block_ids if isinstance(spec, CPULoadStoreSpec) else None
+    # `isinstance` with an abstract base class takes as long as the lookup of some keys.
+    return spec.block_ids if spec is not None and isinstance(spec, CPULoadStoreSpec) else None
