@@ -156,8 +156,8 @@ class OffloadingConnectorScheduler:
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones can be loaded; if any, `True` (asynchronously).
 
-        `(None, False)`: ask again later. The call pins nothing and may be repeated. `max_num_new_tokens` is
-        for an engine that could not use more.
+        `(None, False)` means that the engine should ask again later. The call pins nothing and may be
+        repeated. `max_num_new_tokens` is for an engine that could not use more.
         """
         req_id = request.request_id
         if self._promotion is not None and self._promotion.must_wait(req_id, self._requests.get(req_id)):
