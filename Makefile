@@ -82,7 +82,6 @@ bench-gpu: $(DEV) ## Measure the README's GPU claims, on a machine that has one.
 	@mkdir -p $(RESULTS)
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_transfer.py --json $(RESULTS)/gpu_transfer.json --plot $(RESULTS)/gpu_transfer.svg
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_interference.py --json $(RESULTS)/gpu_interference.json
-	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_ttft.py --json $(RESULTS)/gpu_ttft.json
 
 # A Python of its own: the wheel needs neither torch nor what developing needs. What setuptools left in build/ may hold files of old.
 dist: | python ## Build a wheel into dist/.

@@ -25,7 +25,7 @@ from rich.console import Console
 from kvtier.engine import Decoder, Engine, EngineConfig, ModelConfig, random_weights
 from kvtier.engine.assembly import make_decoder
 from kvtier.keys import HASHED_BY
-from kvtier.transfer.pages import COPIED_BY
+from kvtier.transfer.host import COPIED_BY
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -51,8 +51,6 @@ WORKER_CALLS = (
     "bind_connector_metadata",
     "handle_preemptions",
     "start_load_kv",
-    "is_storing",
-    "await_layer",
     "wait_for_save",
     "wait_for_transfers",
     "take_output",

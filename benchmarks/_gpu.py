@@ -41,7 +41,7 @@ def new_timer() -> torch.cuda.Event:
 
 
 def is_over(event: torch.cuda.Event) -> bool:
-    """Say whether all work before an event is done."""
+    """Return whether all work before an event is done."""
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
@@ -152,7 +152,7 @@ class BareCopies:
     def set_blocks(self, ids: Ints) -> None:
         """Choose the blocks to copy, to or from the first slots."""
         places = self._rig.pool.rows.ctypes.data + np.arange(self._count) * self._rig.pool.slot_bytes
-        self._told = torch.from_numpy(np.concatenate([ids, places])).pin_memory()
+        self._args = torch.from_numpy(np.concatenate([ids, places])).pin_memory()
         self._ranges = self._rig.memory.pool_map.ranges(self._part.pages, ids, places)
 
     def large(self, way: str) -> None:
@@ -173,7 +173,7 @@ class BareCopies:
         """Return a function that enqueues a kernel on `programs` SMs, which copies pages itself."""
         shape = Shape(programs, program_bytes=65536, warps=32)
         copy = PageCopy(self._part, DEVICE, shape, gather=way == "store")
-        return partial(copy, self._told, self._count, self.stream.cuda_stream)
+        return partial(copy, self._args, self._count, self.stream.cuda_stream)
 
     def run(self, enqueue: Callable[[], None]) -> Timing:
         """Run the enqueued work and time it."""

@@ -179,7 +179,7 @@ def disk_first_tokens(engine: VllmEngine, length: int) -> dict[str, Any]:
     from_pool = _run(engine, prompt)
     size = after.promoted_bytes - before.promoted_bytes
     expected = {
-        "promote": core.cost.price_of(after.name).seconds(size),
+        "promote": core.cost.promotion_estimate(after.name).seconds(size),
         "load": core.cost.load_seconds(size),
         "compute": core.cost.compute_seconds(length),
     }

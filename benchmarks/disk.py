@@ -44,12 +44,11 @@ from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.policies import make_policy
-from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierJob
+from kvtier.slot_table import SlotTable
+from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier
-from kvtier.tiers.disk.header import HEADER_BYTES
-from kvtier.tiers.disk.records import pack_record
+from kvtier.tiers.disk.format import HEADER_BYTES, pack_record
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
 
 SIZES = (256 << 10, 1 << 20, 2 << 20)
@@ -106,7 +105,7 @@ class Ours:
 
     def __init__(self, folder: Path, rows: np.ndarray[Any, np.dtype[np.uint8]], threads: int = 8) -> None:
         count, size = rows.shape
-        self.rows, self.views = rows, [row.data for row in rows]
+        self.rows = rows
         capacity = count * (size + 128 + 576) + 20480
         config = DiskConfig(path=str(folder), capacity=capacity, write_limit=0)
         self.tier = DiskTier(
@@ -117,6 +116,7 @@ class Ours:
             threads=threads,
             max_in_flight=threads * (2 << 20),
         )
+        self.tier.set_buffer(RowBuffer(rows.reshape(-1).data, size))
         assert self.tier.wait_open(60), self.tier.problem
         self.keys: list[OffloadKey] = []
         self._number = self._job = 0
@@ -133,23 +133,24 @@ class Ours:
         return 0.0
 
     def store(self, jobs: int) -> None:
-        self._run(self.tier.demote, jobs)
+        self._run(Direction.DEMOTE, self.tier.demote, jobs)
 
     def load(self, jobs: int) -> None:
-        self._run(self.tier.promote, jobs)
+        self._run(Direction.PROMOTE, self.tier.promote, jobs)
 
-    def _run(self, submit: Callable[[TierJob], object], jobs: int) -> None:
-        rows = [LentRow(key, (view,)) for key, view in zip(self.keys, self.views, strict=True)]
-        size = -(-len(rows) // jobs)
-        for at in range(0, len(rows), size):
+    def _run(self, direction: Direction, submit: Callable[[RowJob], object], jobs: int) -> None:
+        slots = np.arange(len(self.keys))
+        size = -(-len(slots) // jobs)
+        for at in range(0, len(slots), size):
             self._job += 1
-            submit(TierJob(self._job, tuple(rows[at : at + size]), time.monotonic() + 600))
-        left = len(rows)
+            some = slice(at, at + size)
+            submit(RowJob(self._job, direction, self.keys[some], slots[some], time.monotonic() + 600))
+        left = len(slots)
         while left:
             time.sleep(0.001)  # like the steps of an engine, or more often
             for result in self.tier.poll():
-                assert result.outcome is Outcome.DONE, result
-                left -= len(result.keys)
+                assert result.outcome is None, result
+                left -= len(result.positions)
         self.tier.take_events()
 
     def close(self) -> None:

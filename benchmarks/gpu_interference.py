@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_interference.py [--layout blocks] [--json FILE]
 
-The work is a prefill with eight layers of the 8B-shaped Llama of `gpu_ttft.py` (bf16, 4,096 tokens), loops
+The work is a prefill with eight layers of an 8B-shaped Llama (bf16, 4,096 tokens), loops
 of bf16 matrix products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which leaves
 no bandwidth for anything else.
 
@@ -26,7 +26,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,11 +36,27 @@ import torch
 import triton
 import triton.language as tl
 from _gpu import DEVICE, WAYS, BareCopies, Rig, is_over, new_stream, new_timer
-from gpu_ttft import LLAMA_8B, make_model
 from triton.language.extra.cuda import globaltimer, smid
 
+from kvtier.engine import Decoder, ModelConfig
+from kvtier.engine.config import weight_shapes
 from kvtier.engine.model import ForwardBatch, SequenceSlice
 
+LLAMA_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
 JOB = 256 << 20
 LAYOUTS = {"layers": (32 << 10, 64), "blocks": (2 << 20, 1)}
 """Bytes and number of a block's pages: separate by layer and by K and V, or all in one run of memory.
@@ -71,6 +87,18 @@ def hbm_copies(count: int) -> Callable[[], None]:
             b.copy_(a)
 
     return work
+
+
+def make_model(shape: Mapping[str, Any]) -> Decoder:
+    """Make a model with random weights."""
+    config = ModelConfig.from_dict(shape)
+    weights = {
+        name: torch.randn(size, dtype=torch.bfloat16, device=DEVICE).mul_(
+            size[-1] ** -0.5 if len(size) > 1 else 1
+        )
+        for name, size in weight_shapes(config).items()
+    }
+    return Decoder(config, weights, device=DEVICE, dtype=torch.bfloat16)
 
 
 def prefill(num_tokens: int, num_layers: int, block_size: int = 16) -> Callable[[], None]:
@@ -162,7 +190,7 @@ class Running:
         self._transfers.stop()
 
     def leave(self) -> bool:
-        """Start no more transfers, without waiting; say whether the running ones are over."""
+        """Start no more transfers, without waiting; return whether the running ones are over."""
         self._leave.set()
         return not self._thread.is_alive()
 

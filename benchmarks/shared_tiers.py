@@ -45,14 +45,12 @@ import numpy as np
 from kvtier.config import ROW_ALIGNMENT
 from kvtier.keys import OffloadKey
 from kvtier.tier_config import MooncakeConfig, ObjectConfig, ValkeyConfig
-from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
-from kvtier.tiers.io_threads import Direction, IOThreads
+from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob
+from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.mooncake import MooncakeBackend
 from kvtier.tiers.object import ObjectBackend
-from kvtier.tiers.row_mover import JobRows
-from kvtier.tiers.seal import SealScope, seal_of
+from kvtier.tiers.seal import HEADER_BYTES, SealScope, seal_of
 from kvtier.tiers.valkey import ValkeyBackend
-from kvtier.tiers.value_header import HEADER_BYTES
 
 SIZES = (256 << 10, 1 << 20, 2 << 20)
 BATCH_BYTES = 8 << 20
@@ -598,7 +596,8 @@ def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
     rows = memory[:, :size]
     backend = section.opens(url, size, "ours")
     backend.lend(memory.reshape(-1).data)
-    threads = IOThreads(backend, threads=section.threads)
+    buffer = RowBuffer(memory.reshape(-1).data, memory.shape[1], size)
+    threads = IOThreads(backend, row_bytes=size, buffer=buffer, threads=section.threads)
     print("done", flush=True)
     for job, line in enumerate(sys.stdin):
         if line == "forget\n":
@@ -607,14 +606,15 @@ def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
             continue
         direction, owner = (Direction.DEMOTE, number) if line == "put\n" else (Direction.PROMOTE, int(line))
         keys = [key_of(owner << 20 | at) for at in range(len(rows))]
-        lent = [LentRow(key, (row.data,)) for key, row in zip(keys, rows, strict=True)]
-        threads.submit(direction, job, JobRows(keys, [-1] * len(keys), size, lent), SCOPE, float("inf"))
+        submitted = RowJob(job, direction, keys, np.arange(len(keys)), float("inf"))
+        submitted.scope = SCOPE
+        threads.submit(submitted, range(len(keys)))
         left = len(keys)
         while left:
             threads.wait_any(1.0)
-            for report in threads.poll():
-                assert report.outcome is Outcome.DONE, report
-                left -= len(report.rows)
+            for result in threads.poll():
+                assert result.outcome is None, result
+                left -= len(result.positions)
         print("done", flush=True)
     threads.close(TIMEOUT)
 

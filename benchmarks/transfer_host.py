@@ -7,7 +7,7 @@ Blocks and slots are scattered, the worst case. `stacked`: all layers in one all
 `transfer_async` until `wait` returns.
 
 `--ways` compares ways to copy scattered pages without the handler, for stores into the pool: the reason for
-the design of `kvtier.transfer.pages`.
+the design of `kvtier.transfer.host`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
 from kvtier.offload import CPULoadStoreSpec, CPUOffloadingSpec, GPULoadStoreSpec
-from kvtier.transfer import pages
+from kvtier.transfer.host import COPIED_BY, store_pages
 from kvtier.transfer.layout import canonicalize
 
 LAYERS = 8
@@ -141,7 +141,7 @@ def bench_ways(page: int, size: int) -> dict[str, Any]:
             rows[slot] = by_block[block]
 
     def kvtier_pages() -> None:
-        pages.store(rows[:, None], by_block, slots, np.zeros_like(slots), blocks)
+        store_pages(rows[:, None], by_block, slots, np.zeros_like(slots), blocks)
 
     ways = (
         memcpy,
@@ -177,7 +177,7 @@ def main() -> None:
         results = [
             bench_handlers(layout, page, size) for layout in ("stacked", "separate") for page in PAGES
         ]
-        print(f"copied by {pages.COPIED_BY}")
+        print(f"copied by {COPIED_BY}")
         print("layout    page      memcpy     store  ratio      load  ratio     (GB/s)")
         for result in results:
             memcpy, store, load = (result[f"{name}_gbps"] for name in ("memcpy", "store", "load"))

@@ -49,9 +49,9 @@ COLD_BYTES = 128 << 20
 PARTS: dict[str, tuple[str, ...]] = {
     "ask": ("get_num_new_matched_tokens",),
     "plan": ("update_state_after_alloc", "build_connector_meta"),
-    "job": ("start_load_kv", "await_layer", "wait_for_transfers"),
+    "job": ("start_load_kv", "wait_for_transfers"),
     "end": ("take_output", "update_connector_output"),
-    "token": ("_speculate", "forward"),
+    "token": ("forward",),
 }
 
 
@@ -129,7 +129,6 @@ def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch
     model = make_model(config)
     stopwatch.watch(model, ["forward"])
     engine = Engine(model, config, KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}}))
-    stopwatch.watch(engine, ["_speculate"])
     stopwatch.watch_connector(engine)
     return engine
 
@@ -279,7 +278,6 @@ def summarize(length: int, size: int, rounds: list[Round]) -> dict[str, Any]:
 def divide(token: FirstToken) -> dict[str, float]:
     """Return the parts of a first token's time."""
     parts = {part: sum(token.calls[name] for name in names) for part, names in PARTS.items()}
-    parts["token"] -= token.calls["await_layer"]  # it is called while the token is computed ahead
     return parts | {"rest": token.seconds - sum(parts.values())}
 
 

@@ -40,8 +40,6 @@ from kvtier.errors import InputError, IntegrityError, PoolError, show_value
 from kvtier.memory_limits import expect_free_memory
 from kvtier.rendezvous import announce, default_directory, find, lock_and_sweep, path_of
 
-__all__ = ["MAX_PARTIES", "Pool"]
-
 _HEADER_BYTES = 4096
 _FORMAT = struct.Struct("<8sQQQ32s")
 _MAGIC = b"kvtpool2"

@@ -1,4 +1,4 @@
-"""The place where the processes of an engine find memory that has no name.
+"""How the processes of an engine find memory that has no name.
 
 The memory is a file that only descriptors lead to, so it is freed with the last process that has one, in
 whatever way that process ends. The first process writes its process id and its descriptor of the memory into
@@ -26,17 +26,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 from kvtier.errors import PoolError
-
-__all__ = [
-    "announce",
-    "default_directory",
-    "find",
-    "is_held",
-    "lock_and_sweep",
-    "locked",
-    "named_files",
-    "path_of",
-]
 
 _PATIENCE_SECONDS = 30.0
 _PREFIX, _SUFFIX = "kvtier-", ".pool"
@@ -156,7 +145,7 @@ def _out_of_reach(path: Path, owner: str, reason: str) -> str:
 
 
 def is_held(path: Path) -> bool:
-    """Say whether a process holds a named file. Another user's file cannot be opened and counts as held."""
+    """Return whether a process holds a named file. The file of another user counts as held."""
     try:
         fd = os.open(path, _READ)
     except OSError:

@@ -11,10 +11,9 @@ import pytest
 from kvtier.config import OffloadingConfig
 from kvtier.pool import Pool
 from kvtier.testing.handler_suite import Handlers, HandlerSuite
-from kvtier.transfer import pages
+from kvtier.transfer import host
 from kvtier.transfer.base import CanonicalKVCaches, OffloadingHandler
-from kvtier.transfer.host import HostHandler, HostJob, HostLoadHandler, HostStoreHandler
-from kvtier.transfer.spans import Spans
+from kvtier.transfer.host import HostHandler, HostJob, HostLoadHandler, HostStoreHandler, Spans
 
 
 class TestHostHandlers(HandlerSuite):
@@ -49,5 +48,5 @@ class TestHandlersWithoutCompiler(TestHostHandlers):
 
     @pytest.fixture(autouse=True)
     def _copy_in_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pages, "store", pages.store_python)
-        monkeypatch.setattr(pages, "load", pages.load_python)
+        monkeypatch.setattr(host, "store_pages", host.store_pages_python)
+        monkeypatch.setattr(host, "load_pages", host.load_pages_python)

@@ -174,18 +174,12 @@ class FakeConnector:
         )
         self._allocated = set()
 
-    def start_load_kv(self, *, by_layer: bool) -> None:
+    def start_load_kv(self) -> None:
         self._transfers += [transfer for transfer in self._planned if transfer.is_load]
 
     def wait_for_save(self) -> None:
         self._transfers += [transfer for transfer in self._planned if not transfer.is_load]
         self._planned = []
-
-    def is_storing(self, block_ids: set[int]) -> bool:
-        return any(block in block_ids for t in self._transfers if not t.is_load for _, block, _ in t.moves)
-
-    def await_layer(self, req_id: str, layer: str, timeout: float) -> bool:
-        return False
 
     def wait_for_transfers(self, timeout: float) -> None:
         self.log.append(("wait", ""))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.engine.model import Decoder, ForwardBatch, ModelConfig, SequenceSlice
+from kvtier.engine.config import ModelConfig
+from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
 from kvtier.engine.weights import random_weights
 
 torch.set_num_threads(1)  # on a busy machine threads wait for each other far longer than these tensors take

@@ -13,8 +13,8 @@ from tests.engine.harness import tiny
 from kvtier.config import KVTierConfig
 from kvtier.connector import OffloadingConnectorScheduler
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine.config import ModelConfig
 from kvtier.engine.model import Decoder
-from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.weights import random_weights
 
 BLOCK = 8
@@ -144,7 +144,7 @@ def test_one_row_of_another_prompt_is_dropped_and_the_rest_stays() -> None:
         engine.drain()
         manager: Any = scheduler_of(engine).manager
         pool = scheduler_of(engine).spec.open_pool()  # type: ignore[attr-defined]
-        held = [slot for slot in range(manager.num_slots) if manager._evictable[slot]]
+        held = [slot for slot in range(manager.num_slots) if manager._table.evictable[slot]]
         pool.rows[held[0]] = pool.rows[held[5]]  # as after a bug in the records of slots
         engine.reset_prefix_cache()
         for text in texts:

@@ -17,7 +17,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.engine import SamplingParams
 from kvtier.errors import InputError
 from kvtier.offload import CPUOffloadingSpec, GPULoadStoreSpec
-from kvtier.policies.lru import LRUPolicy
+from kvtier.policies import LRUPolicy
 from kvtier.testing.faults import Fault, FaultPlan, with_faults
 
 PARAMS = SamplingParams(max_tokens=12)

@@ -18,9 +18,8 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.config import KVTierConfig
-from kvtier.demo import DemoSettings, RequestResult, RunResult, Workload, killed, restart
-from kvtier.demo import run as demo_run
-from kvtier.demo.models import QUICK_MODEL
+from kvtier.demo import DemoSettings, RequestResult, RunResult, Workload, runs
+from kvtier.demo.setup import QUICK_MODEL
 from kvtier.engine import ModelConfig, random_weights, save_model
 from kvtier.rendezvous import default_directory, is_held, locked, named_files
 
@@ -150,13 +149,13 @@ class LastWords:
         self._connection = connection
 
     def send(self, message: object) -> None:
-        if isinstance(message, killed.Answered):
+        if isinstance(message, runs.Progress) and message.call == "advance":
             os.kill(os.getpid(), signal.SIGKILL)
         self._connection.send(message)
 
 
-def serve_until_it_ends(connection: Connection[Any, Any], orders: killed.Orders) -> None:
-    killed.serve_until_killed(LastWords(connection), orders)  # type: ignore[arg-type]
+def serve_until_it_ends(connection: Connection[Any, Any], orders: runs.Orders) -> None:
+    runs.serve_until_killed(LastWords(connection), orders)  # type: ignore[arg-type]
 
 
 def interrupt() -> None:
@@ -167,9 +166,9 @@ def test_a_process_that_ends_by_itself_costs_its_run_only(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does so in the middle: a kill from here may come when it has told all it had to."""
-    monkeypatch.setattr(restart, "serve_until_killed", serve_until_it_ends)
+    monkeypatch.setattr(runs, "serve_until_killed", serve_until_it_ends)
     watcher = Interfering("nothing", interrupt)
-    result = demo_run.run_demo(small_settings(here), watcher)
+    result = runs.run_demo(small_settings(here), watcher)
     assert result.identical
     assert result.restart is None
     assert result.restart_skipped == "the engine's process ended by itself, with code -9"
@@ -178,9 +177,9 @@ def test_a_process_that_ends_by_itself_costs_its_run_only(
 
 
 def test_a_disk_without_room_costs_its_run_only(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart, "_ROW_OVERHEAD", 1 << 45)
+    monkeypatch.setattr(runs, "_ROW_OVERHEAD", 1 << 45)
     watcher = Interfering("nothing", interrupt)
-    result = demo_run.run_demo(small_settings(here), watcher)
+    result = runs.run_demo(small_settings(here), watcher)
     assert result.restart is None
     (note,) = watcher.notes
     assert "of free space, found" in note
@@ -190,7 +189,7 @@ def test_a_disk_without_room_costs_its_run_only(here: Path, monkeypatch: pytest.
 
 def test_memory_is_no_disk() -> None:
     watcher = Interfering("computed", interrupt)
-    result = demo_run.run_demo(small_settings(Path("/dev/shm")), watcher)
+    result = runs.run_demo(small_settings(Path("/dev/shm")), watcher)
     assert result.restart is None
     assert watcher.notes == [
         "no run over a disk: /dev/shm is memory (tmpfs); name a folder on a disk with --disk-folder"
@@ -199,7 +198,7 @@ def test_memory_is_no_disk() -> None:
 
 def test_ctrl_c_leaves_nothing_behind(here: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        demo_run.run_demo(small_settings(here), Interfering("computed", interrupt))
+        runs.run_demo(small_settings(here), Interfering("computed", interrupt))
     assert list(here.iterdir()) == []
     assert multiprocessing.active_children() == []
 
@@ -227,15 +226,15 @@ def test_a_wrong_byte_is_noticed(
     """The negative control: with the pool scribbled over, loaded KV is wrong, tokens differ and the demo
     fails.
     """
-    ask = demo_run._Users.ask
+    ask = runs._Users.ask
 
-    def scribble_then_ask(people: demo_run._Users) -> None:
+    def scribble_then_ask(people: runs._Users) -> None:
         connector = people._engine.connector
         if connector is not None and connector.connector_scheduler is not None:
             connector.connector_scheduler.spec.open_pool().rows[:512] = 0x3F
         ask(people)
 
-    monkeypatch.setattr(demo_run._Users, "ask", scribble_then_ask)
+    monkeypatch.setattr(runs._Users, "ask", scribble_then_ask)
     result = run_small(capsys, code=1)
     assert result["identical"] is False
     assert result["first_difference"]["turn"] == 2
@@ -287,9 +286,9 @@ def test_a_policy_from_this_folder(
 
 
 def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [run_small(capsys, "--seed", "7", "--concurrency", "1") for _ in range(2)]
+    demos = [run_small(capsys, "--seed", "7", "--concurrency", "1") for _ in range(2)]
     counts = ("prompt_tokens", "tokens_from_gpu", "tokens_from_tiers", "tokens_recomputed", "why_missing")
-    assert [runs[0][name] for name in counts] == [runs[1][name] for name in counts]
+    assert [demos[0][name] for name in counts] == [demos[1][name] for name in counts]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +328,7 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_settings_that_do_not_fit_together_are_refused(
     options: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = pools_left()

@@ -18,7 +18,7 @@ from tests.engine.harness import tiny
 from tests.engine.test_cache import replay
 
 from kvtier.engine import Engine, EngineConfig, SamplingParams, save_model
-from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.config import ModelConfig
 from kvtier.engine.weights import random_weights
 from kvtier.errors import ConfigError, InputError, IntegrityError, ModelError
 from kvtier.events.types import AllBlocksCleared

@@ -14,7 +14,7 @@ def removed(*hashes: int) -> BlockRemoved:
     return BlockRemoved(list(hashes), "GPU")
 
 
-def test_what_is_added_is_taken_once_and_in_order() -> None:
+def test_events_are_taken_once_and_in_order() -> None:
     buffer = EventBuffer(9)
     buffer.add([removed(1), removed(2, 3)])
     buffer.add([])
@@ -23,7 +23,9 @@ def test_what_is_added_is_taken_once_and_in_order() -> None:
     assert buffer.take() == []
 
 
-def test_what_waits_too_long_is_dropped_as_a_whole_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_waiting_events_are_dropped_as_a_whole_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     buffer = EventBuffer(6)
     with caplog.at_level(logging.WARNING):
         for n in range(21):
@@ -34,7 +36,7 @@ def test_what_waits_too_long_is_dropped_as_a_whole_and_said_once(caplog: pytest.
     ]
 
 
-def test_who_takes_every_time_loses_nothing() -> None:
+def test_taking_after_every_step_loses_nothing() -> None:
     buffer, step = EventBuffer(6), list[KVCacheEvent]([removed(n) for n in range(50)])
     for _ in range(3):
         buffer.add(step)

@@ -219,7 +219,7 @@ def test_a_server_that_does_not_answer_and_then_does(
     expect_loads(other, one, seeds)
 
 
-def test_what_was_computed_while_a_server_was_away_is_written_when_it_is_back(
+def test_rows_computed_during_an_outage_are_written_after_it(
     patient: list[FleetEngine], server: ValkeyServer
 ) -> None:
     """Nobody computes it again: it waits in the pool of who did."""

@@ -12,7 +12,8 @@ import torch
 from tests.engine.harness import Paged, prompt, tiny
 from torch import Tensor
 
-from kvtier.engine.model import Decoder, ModelConfig, split_kv
+from kvtier.engine.config import ModelConfig
+from kvtier.engine.model import Decoder, split_kv
 from kvtier.engine.weights import load_weights, random_weights, save_model
 from kvtier.errors import InputError, ModelError
 

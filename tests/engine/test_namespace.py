@@ -17,7 +17,7 @@ from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams, save_model
 from kvtier.engine.assembly import describe_cache
 from kvtier.engine.cache import CacheGroup
-from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.config import ModelConfig
 from kvtier.engine.weights import random_weights
 from kvtier.namespace import Namespace, WeightsFiles
 

@@ -170,7 +170,7 @@ def throw(engine: Engine, call: Throw, odd: Any) -> bool:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("with_kvtier", [False, True])
-def test_whatever_is_thrown_is_refused_or_runs_to_its_end(place: str, with_kvtier: bool) -> None:
+def test_random_input_is_refused_or_runs_to_its_end(place: str, with_kvtier: bool) -> None:
     """Guards against a step that raises until somebody finds out which request to abort."""
     make = engine_with if with_kvtier else toy_engine
     refused = 0

@@ -95,7 +95,7 @@ def test_the_youngest_gives_way_keeps_its_tokens_and_comes_back_whole() -> None:
     assert resumed.num_computed_tokens > 0  # its own blocks were still findable
 
 
-def test_who_is_alone_and_lacks_blocks_waits_instead_of_starting_over() -> None:
+def test_a_lone_request_without_blocks_waits_and_does_not_start_over() -> None:
     """Somebody else's transfer may hold the rest of the cache; giving the own blocks back would
     help nobody.
     """
@@ -138,7 +138,7 @@ def test_a_small_request_does_not_overtake_one_that_finds_no_room() -> None:
     assert set(scheduled(engine._scheduler.schedule())) == {"running"}
 
 
-def test_aborted_requests_are_told_to_the_connector_in_the_next_step() -> None:
+def test_aborted_requests_are_reported_to_the_connector_in_the_next_step() -> None:
     engine = toy_engine()
     FakeConnector(engine)
     add(engine, "r", tokens(6))
@@ -146,7 +146,7 @@ def test_aborted_requests_are_told_to_the_connector_in_the_next_step() -> None:
     for _ in range(2):  # until it has been told: a step may be cut off before that
         step = engine._scheduler.schedule()
         assert step.view.finished_req_ids == {"r"}
-    engine._scheduler.note_told(step)
+    engine._scheduler.confirm(step)
     assert engine._scheduler.schedule().view.finished_req_ids == set()
 
 
@@ -272,7 +272,7 @@ def test_failed_blocks_never_become_findable_with_wrong_content() -> None:
     assert run(engine)["later"].token_ids == answer
 
 
-def test_who_must_ask_again_is_passed_over_and_keeps_its_place() -> None:
+def test_a_request_that_must_ask_again_is_passed_over_and_stays_in_order() -> None:
     engine, prompt, _ = filled(max_num_seqs=1)
     assert isinstance(engine.connector, FakeConnector)
     engine.connector.deferrals = {"patient": 1}
@@ -302,7 +302,7 @@ def test_abort_while_loading_keeps_the_blocks_until_the_load_is_over(load_steps:
     expect_idle(engine)
 
 
-def test_who_finishes_while_a_store_runs_keeps_its_blocks() -> None:
+def test_a_request_that_finishes_during_a_store_keeps_its_blocks() -> None:
     engine = toy_engine()
     connector = FakeConnector(engine, store_steps=6)
     add(engine, "r", tokens(9), max_tokens=2)

@@ -88,7 +88,7 @@ def test_a_line_for_each_tier_at_the_end() -> None:
     }
     tier = tier_stats(**moved, late=2, failed_checks=1)
     summary = Summary(ConnectorStats(), told.append, lambda: 0.0, lambda: [describe_tier(tier)])
-    summary.tell_changes()
+    summary.log_changes()
     assert told == []
     summary.close()
     summary.close()
@@ -124,7 +124,7 @@ def test_why_a_tier_does_nothing_is_said() -> None:
     assert describe_tier(tier_stats(state="closed")).endswith("0 demoted (0 B in 0.00 s of I/O)")
 
 
-def test_what_only_a_server_knows_has_no_sample() -> None:
+def test_values_that_only_a_server_knows_have_no_sample() -> None:
     """`tier_capacity_bytes{tier="valkey"}` was 0: a tier that is always full."""
     with shared_engine(SharedTiers(MemoryServer())) as engine:
         ask(engine, tokens(33), "first")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.engine.harness import Paged, prompt, tiny
 from torch import Tensor
 
-from kvtier.engine.model import ModelConfig, weight_shapes
+from kvtier.engine.config import ModelConfig, weight_shapes
 from kvtier.engine.weights import load_config, load_weights, random_weights, save_model
 from kvtier.errors import ModelError
 

@@ -258,7 +258,7 @@ def test_events_of_both_media_replay_to_what_each_holds(
         assert engine.connector.connector_scheduler.manager.stats().evicted > 0  # type: ignore[union-attr]
 
 
-def test_who_follows_with_a_plain_set_holds_what_the_pool_holds() -> None:
+def test_events_applied_to_a_set_give_the_content_of_the_pool() -> None:
     """Prompts part inside a chunk, and one of two chunks with a common block is evicted before the other."""
     streams: list[tuple[list[int], str]] = []
     held: set[tuple[str, int | None, Any]] = set()
@@ -511,7 +511,7 @@ def test_a_closed_publisher_does_not_stop_the_engine(caplog: pytest.LogCaptureFi
     assert "closed" in failures[0]
 
 
-def test_what_a_publisher_does_not_take_is_bounded() -> None:
+def test_events_that_a_publisher_does_not_take_are_bounded() -> None:
     batches = FailingBatches()
     batches.fails = True
     with engine_with(num_blocks=16, publisher=batches) as engine:

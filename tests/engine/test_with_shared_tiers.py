@@ -21,7 +21,7 @@ WINDOWS = [ONE_GROUP, TWO_GROUPS]
 
 @pytest.mark.parametrize("batch", [1024, 1])
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_what_one_engine_has_computed_another_loads(windows: Sequence[int | None], batch: int) -> None:
+def test_an_engine_loads_kv_that_another_has_computed(windows: Sequence[int | None], batch: int) -> None:
     server = MemoryServer(batch)
     first, second = SharedTiers(server), SharedTiers(server)
     with shared_engine(first, windows) as one, shared_engine(second, windows) as other:

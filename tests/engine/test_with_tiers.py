@@ -40,7 +40,7 @@ def forget(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_what_the_pool_has_forgotten_comes_from_the_tier(windows: Sequence[int | None]) -> None:
+def test_chunks_evicted_from_the_pool_come_from_the_tier(windows: Sequence[int | None]) -> None:
     with tiered_engine(MemoryTiers(), windows) as engine:
         ask(engine, tokens(33), "first")
         forget(engine)

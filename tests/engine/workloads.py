@@ -18,11 +18,10 @@ import torch
 from kvtier.config import KVTierConfig, OffloadingConfig
 from kvtier.connector import ConnectorStats
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine.config import ModelConfig
 from kvtier.engine.model import Decoder
-from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.weights import random_weights
-from kvtier.offload import CPUOffloadingManager, OffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
+from kvtier.offload import CPUOffloadingManager, OffloadingSpec, OffloadingSpecFactory
 
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {
@@ -100,9 +99,6 @@ class Outcome:
     from_tiers: int = 0
     preemptions: int = 0
     steps: int = 0
-    speculated: int = 0
-    """Steps that were computed ahead of a load, and used."""
-    speculated_in_vain: int = 0
     stats: ConnectorStats = field(default_factory=ConnectorStats)
 
 
@@ -199,8 +195,6 @@ def run(
             outcome.steps += 1
         engine.drain()
         engine.check()
-        outcome.speculated = engine.speculation.used
-        outcome.speculated_in_vain = engine.speculation.runs - engine.speculation.used
         _expect_nothing_left(engine, outcome)
     return outcome
 

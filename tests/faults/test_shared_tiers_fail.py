@@ -44,10 +44,11 @@ from tests.tiers.server_kinds import (
 
 from kvtier.config import DiskConfig, OffloadingConfig, TierConfig
 from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.residency import MissReason
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer
-from kvtier.tiers import server_questions
-from kvtier.tiers.base import Backend, Outcome, Tier
+from kvtier.tiers import remote_lookups
+from kvtier.tiers.base import Backend, Tier
 from kvtier.tiers.factory import open_backend
 from kvtier.tiers.shared_tier import SharedTier
 
@@ -253,7 +254,7 @@ def play(seed: int, max_steps: int = 6000, real: ServerKind | None = None, **mor
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """A no is forgotten soon, too."""
     shorten_backoff(monkeypatch)
-    monkeypatch.setattr(server_questions, "_NO_SECONDS", 0.02)
+    monkeypatch.setattr(remote_lookups, "_NO_SECONDS", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +323,7 @@ def test_without_the_check_tokens_change() -> None:
 
 def test_with_its_old_names_after_a_reset_tokens_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose weights were swapped would load, and give to others, what it must not."""
-    monkeypatch.setattr(SharedTier, "reset", lambda self, suffix: self._io.give_up(Outcome.RESET))
+    monkeypatch.setattr(SharedTier, "reset", lambda self, suffix: self._io.give_up(MissReason.CLEARED))
     for seed in range(300):
         try:
             play(seed, rate=0.0)

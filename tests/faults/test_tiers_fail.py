@@ -27,11 +27,11 @@ from tests.faults.tiered_player import (
 )
 
 from kvtier.config import OffloadingConfig, TierConfig
+from kvtier.slot_table import SlotTable
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.tiers.base import Backend, Tier
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 
 FAULT_RATES = (0.0, 0.01, 0.05, 0.1, 0.3)
 

@@ -33,7 +33,7 @@ def run_with_faults(workload: Workload, plan: FaultPlan) -> Outcome:
 @pytest.mark.parametrize("rate", RATES)
 def test_same_tokens_whatever_fails(rate: float) -> None:
     injected: Counter[Fault] = Counter()
-    failed_loads = loaded = speculated_in_vain = 0
+    failed_loads = loaded = 0
     for seed in SEEDS:
         workload = draw(seed)
         plan = FaultPlan(seed, rate)
@@ -42,13 +42,10 @@ def test_same_tokens_whatever_fails(rate: float) -> None:
         injected += plan.injected
         failed_loads += on.stats.loads_failed
         loaded += on.from_tiers
-        speculated_in_vain += on.speculated_in_vain
     assert loaded > 0
     if rate >= 0.1:
         assert injected.keys() == {Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT}
         assert failed_loads >= 10 * rate, "loads must have failed for this to show anything"
-    if rate >= 0.3:
-        assert speculated_in_vain >= 2, "some of them must have failed after their layers were promised"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faults import with_faults
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan
 from kvtier.testing.toy_model import ToyModel
-from kvtier.tiers import health, io_tier
+from kvtier.tiers import io_tier
 from kvtier.tiers.base import Tier
 
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
@@ -116,5 +116,5 @@ class TieredPlayer(Player):
 
 def shorten_backoff(patch: pytest.MonkeyPatch) -> None:
     """Have a tier that is suspended come back within a workload, which lasts a second."""
-    patch.setattr(health, "_FIRST_BACKOFF", 0.02)
+    patch.setattr(io_tier, "_FIRST_PROBE", 0.02)
     patch.setattr(io_tier, "_STUCK_AFTER", 0.05)

@@ -4,8 +4,6 @@ what a mask allows.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +13,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from kvtier.config import KVTierConfig
-from kvtier.demo.models import QUICK_MODEL
+from kvtier.demo.setup import QUICK_MODEL
 from kvtier.engine import Decoder, Engine, EngineConfig, ModelConfig, SamplingParams, model, random_weights
 from kvtier.engine.model import ForwardBatch, SequenceSlice
-from kvtier.transfer import cuda
 from kvtier.transfer.cuda import CudaHandler
 
 
@@ -63,83 +60,8 @@ def test_the_tier_gives_the_same_tokens(kv_layout: str, blocks_per_chunk: int) -
         tiered.drain()
         tiered.check()
     assert loaded > 1000
-    assert tiered.speculation.used > 8
     tiered.close()
     plain.close()
-
-
-@pytest.mark.parametrize("kv_layout", ["blocks_first", "kv_first"])
-def test_computing_ahead_of_a_load_changes_nothing(kv_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 with graphs, loads layer by layer and stage by stage; once more with nothing computed
-    ahead.
-    """
-    monkeypatch.setattr(cuda, "CudaMemory", partial(cuda.CudaMemory, stage_bytes=1))
-    kvtier = KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}, "load_if_faster": False})
-    config = EngineConfig(
-        num_blocks=80, max_num_batched_tokens=64, device="cuda", dtype="bfloat16", kv_layout=kv_layout
-    )
-    model = QUICK_MODEL | {"head_dim": 64, "num_hidden_layers": 8}
-    tokens: dict[bool, list[list[int]]] = {}
-    for speculates in (True, False):
-        if not speculates:
-            monkeypatch.setattr(Engine, "_speculate", lambda *_: None)
-        with Engine.from_config(model, config, kvtier) as engine:
-            outputs = [
-                engine.generate([prompt], SamplingParams(max_tokens=8))[0] for prompt in prompts(12) * 2
-            ]
-            engine.drain()
-            engine.check()
-            assert sum(output.source.tiers.get("cpu", 0) for output in outputs if output.source) > 1000
-            assert (engine.speculation.used > 8) == speculates
-        tokens[speculates] = [output.token_ids for output in outputs]
-    assert tokens[True] == tokens[False]
-
-
-@pytest.mark.parametrize("window", [None, 24])
-@pytest.mark.parametrize("kv_layout", ["blocks_first", "kv_first"])
-@pytest.mark.parametrize("steps", [[(99, 100)], [(90, 100)], [(5, 6), (99, 100), (70, 71)], [(0, 16)]])
-def test_a_graph_computes_what_op_by_op_does(
-    steps: list[tuple[int, int]], kv_layout: str, window: int | None
-) -> None:
-    """Twice, with another step of the same shape in between: a graph must forget what it was told before."""
-    torch.manual_seed(0)
-    config = ModelConfig.from_dict(QUICK_MODEL | {"head_dim": 64})
-    config = replace(config, sliding_windows=(window,) * config.num_layers)
-    decoder = Decoder(config, random_weights(config), device="cuda", dtype=torch.bfloat16)
-    assert decoder.graphs is not None
-    lead = (40, 2) if kv_layout == "blocks_first" else (2, 40)
-    shape = (*lead, 16, config.num_kv_heads, config.head_dim)
-    start = {name: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for name in config.layer_names}
-    caches = {name: cache.clone() for name, cache in start.items()}
-
-    def run(batch: ForwardBatch) -> list[torch.Tensor]:
-        """Return the logits and what the caches have become, but for the null block."""
-        for name, cache in caches.items():
-            cache.copy_(start[name])
-        logits = decoder.forward(batch, caches, [0] * config.num_layers, 16).clone()
-        return [logits, *(cache.movedim(lead.index(40), 0)[1:].clone() for cache in caches.values())]
-
-    batch, other = make_batch(steps), make_batch([(first + 16, last + 16) for first, last in steps])
-    graphs, decoder.graphs = decoder.graphs, None
-    expected = run(batch)
-    decoder.graphs = graphs
-    for inputs in (batch, other, batch):
-        got = run(inputs)
-    for mine, theirs in zip(got, expected, strict=True):
-        assert (mine - theirs).norm() < 0.06 * theirs.norm()
-
-
-def make_batch(steps: list[tuple[int, int]]) -> ForwardBatch:
-    """Return a batch of the tokens `[start, end)` of some sequences."""
-    sequences, positions, places = [], [], []
-    for index, (start, end) in enumerate(steps):
-        table = range(1 + 10 * index, 11 + 10 * index)
-        tensor = torch.tensor(table, device="cuda")
-        sequences.append(SequenceSlice(len(positions), len(positions) + end - start, end, (tensor,)))
-        positions += range(start, end)
-        places += [table[position // 16] * 16 + position % 16 for position in range(start, end)]
-    rows = torch.tensor(positions, device="cuda")
-    return ForwardBatch(rows % 500, rows, sequences, (torch.tensor(places, device="cuda"),))
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 100), (37, 100), (99, 100)])
@@ -157,7 +79,6 @@ def test_a_fused_kernel_sees_what_the_mask_allows(
         positions % 500, positions, [SequenceSlice(0, end - start, end, (table,))], (positions + 16,)
     )
     groups = [0] * config.num_layers
-    decoder.graphs = None
     fused = decoder.forward(batch, caches, groups, 16)
 
     def mask(rows: int, keys: int) -> torch.Tensor:

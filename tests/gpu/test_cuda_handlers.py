@@ -23,7 +23,7 @@ from kvtier.offload import CPULoadStoreSpec, CPUOffloadingSpec, GPULoadStoreSpec
 from kvtier.pool import Pool
 from kvtier.testing.caches import LAYOUTS, make_caches, make_config
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, finish
-from kvtier.transfer.base import CanonicalKVCaches, OffloadingHandler, TransferSpec
+from kvtier.transfer.base import CanonicalKVCaches, OffloadingHandler
 from kvtier.transfer.layout import canonicalize
 
 if not torch.cuda.is_available():
@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, driver, lanes
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
-from kvtier.transfer.cuda.pinning import Pinning
+from kvtier.transfer.cuda.memory import Pinning
 
 
 class TestCudaHandlers(HandlerSuite):
@@ -73,25 +73,6 @@ class TestSmallBuffers(TestCudaHandlers):
 
     def options(self, pool: Pool) -> dict[str, Any]:
         return {"staging_bytes": 16 * 4096}
-
-
-class LoadByLayer(CudaLoadHandler):
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return self.transfer_by_layer(job_id, spec)
-
-
-class TestByLayer(TestCudaHandlers):
-    """Every load comes layer by layer, in pieces of a few blocks."""
-
-    def make_handlers(
-        self, config: OffloadingConfig, kv_caches: CanonicalKVCaches, clock: Callable[[], float]
-    ) -> Handlers:
-        store, load, rows = super().make_handlers(config, kv_caches, clock)
-        load.__class__ = LoadByLayer
-        return Handlers(store, load, rows)
-
-    def options(self, pool: Pool) -> dict[str, Any]:
-        return {"staging_bytes": 32 * 4096, "stage_bytes": 1}
 
 
 class TestDirectCopies(TestCudaHandlers):
@@ -206,7 +187,7 @@ def test_a_failed_call_fails_the_job_and_not_the_next(
 ) -> None:
     rig = Rig(TestCudaHandlers(), blocks_per_chunk=2)
     assert isinstance(rig.store, CudaHandler)
-    ways = rig.store._lane._ways
+    ways = rig.store._lane._routes
     with monkeypatch.context() as broken:
         for part, way in ways.items():
             too_many = way.short._replace(threads=1 << 20)

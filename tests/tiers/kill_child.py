@@ -13,9 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from kvtier.keys import make_offload_key
 from kvtier.testing.faulty_backend import KillPoint
-from kvtier.tiers.base import LentRow, Outcome, TierJob
+from kvtier.tiers.base import Direction, RowBuffer, RowJob
 from kvtier.tiers.disk import DiskConfig, DiskTier, files
 
 ROW_BYTES = 8192
@@ -37,21 +39,24 @@ def open_tier(folder: Path) -> DiskTier:
 def work(folder: Path) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     tier = open_tier(folder)
+    memory = bytearray().join(row_of(number) for number in range(JOBS * ROWS_PER_JOB))
+    tier.set_buffer(RowBuffer(memoryview(memory), ROW_BYTES))
     for job in range(JOBS):
         numbers = range(job * ROWS_PER_JOB, (job + 1) * ROWS_PER_JOB)
         keys = [make_offload_key(b"%032d" % number, 0) for number in numbers]
-        rows = [
-            LentRow(key, (memoryview(row_of(number)),), b"about %d" % number)
-            for key, number in zip(keys, numbers, strict=True)
-        ]
         os.write(log, b"begin %d\n" % job)
-        tier.demote(TierJob(job, tuple(rows), time.monotonic() + 60))
-        left = len(rows)
+        slots, deadline = np.array(numbers), time.monotonic() + 60
+        tier.demote(
+            RowJob(
+                job, Direction.DEMOTE, keys, slots, deadline, lambda at, slots=slots: b"about %d" % slots[at]
+            )
+        )
+        left = len(keys)
         while left:
             tier.wait_any(1)
             for result in tier.poll():
                 left -= len(result.keys)
-                if result.outcome is Outcome.DONE:
+                if result.outcome is None:
                     for key in result.keys:
                         os.write(log, b"done %s\n" % key[:32])
         if job == JOBS // 2:

@@ -14,20 +14,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tests.tiers.test_disk import capacity, disk, make_tier, opened, place_of
-from tests.tiers.test_parts import Gate, lent
+from tests.tiers.test_parts import Gate, make_threads, submit
 
 from kvtier.cli import main
 from kvtier.errors import OutsideError
 from kvtier.policies import LRUPolicy
+from kvtier.residency import MissReason
+from kvtier.slot_table import SlotTable
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
-from kvtier.tiers.base import BackendRow, Outcome, TierMiss
+from kvtier.tiers.base import BackendRow, Direction
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk import folder as folder_module
 from kvtier.tiers.disk.folder import FolderLock, find_places, place_name, taken_bytes
-from kvtier.tiers.io_threads import Direction, IOThreads
-from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
 
 LONG = 30.0
 """Longer than a busy machine stops anybody, and shorter than what hangs here goes on hanging."""
@@ -155,7 +154,7 @@ def test_a_kill_right_after_a_discard_of_what_is_being_written(tmp_path: Path) -
         assert driver.tier.lookup(key(1)) is False
 
 
-def test_what_is_discarded_before_it_is_written_is_never_written(tmp_path: Path) -> None:
+def test_rows_discarded_in_the_queue_are_never_written(tmp_path: Path) -> None:
     with opened(tmp_path, threads=1) as driver:
         driver.faulty.hang()
         first, _ = driver.demote(1)
@@ -164,7 +163,7 @@ def test_what_is_discarded_before_it_is_written_is_never_written(tmp_path: Path)
         driver.tier.discard([key(2)])
         driver.faulty.release()
         assert driver.finish(first, second) == dict(
-            zip(keys(1, 2, 3), (Outcome.DONE, Outcome.FAILED_CHECK, Outcome.DONE), strict=True)
+            zip(keys(1, 2, 3), (None, MissReason.FAILED, None), strict=True)
         )
         assert key(2) not in driver.faulty.moved
 
@@ -259,16 +258,16 @@ def test_a_reset_before_it_is_open_leaves_rows_of_another_size(tmp_path: Path) -
 # Calls that do not return
 
 
-def test_what_is_stuck_leaves_room_for_others() -> None:
+def test_stuck_calls_leave_room_for_others() -> None:
     gate, now = Gate(), [0.0]
-    threads = IOThreads(gate, threads=4, max_in_flight=4 << 20, clock=lambda: now[0])
-    threads.submit(Direction.PROMOTE, 1, lent(0, 1), SealScope("n"), 1.0)
+    threads = make_threads(gate, threads=4, max_in_flight=4 << 20, clock=lambda: now[0])
+    submit(threads, Direction.PROMOTE, 1, 0, 1, deadline=1.0)
     for _ in range(2):
         assert gate.begun.acquire(timeout=30)
     now[0] = 3.0
-    assert {report.outcome for report in threads.poll()} == {Outcome.LATE}
+    assert {report.outcome for report in threads.poll()} == {MissReason.TOO_SLOW}
     assert threads.take_stuck(1.0) == 2
-    threads.submit(Direction.PROMOTE, 2, lent(2), SealScope("n"), 100.0)
+    submit(threads, Direction.PROMOTE, 2, 2, deadline=100.0)
     assert gate.begun.acquire(timeout=LONG), "two threads and all the room are left"
     gate.open.release(100)
     assert threads.close(30)
@@ -278,7 +277,7 @@ def test_what_is_stuck_leaves_room_for_others() -> None:
 
 def test_threads_that_are_all_stuck_in_calls_are_noticed() -> None:
     gate, now, go_on = Gate(), [0.0], threading.Event()
-    threads = IOThreads(gate, threads=2, clock=lambda: now[0])
+    threads = make_threads(gate, threads=2, clock=lambda: now[0])
     begun = threading.Semaphore(0)
 
     def call() -> None:
@@ -289,12 +288,12 @@ def test_threads_that_are_all_stuck_in_calls_are_noticed() -> None:
         threads.call(call, lambda _value, _error: None)
     for _ in range(2):
         assert begun.acquire(timeout=30)
-    threads.submit(Direction.PROMOTE, 1, lent(0), SealScope("n"), 5.0)
+    submit(threads, Direction.PROMOTE, 1, 0, deadline=5.0)
     now[0] = 4.0
     threads.poll()
     assert threads.take_stuck(1.0) == 0, "nobody has waited in vain"
     now[0] = 6.0
-    assert [report.outcome for report in threads.poll()] == [Outcome.LATE]
+    assert [report.outcome for report in threads.poll()] == [MissReason.TOO_SLOW]
     assert threads.take_stuck(1.0) == 1
     assert threads.take_stuck(1.0) == 0
     go_on.set()
@@ -327,7 +326,7 @@ def test_a_row_whose_read_never_returns_is_dropped_the_second_time(
             driver.wait(lambda: driver.tier.stats().suspended is None)
             assert driver.tier.lookup(key(1)) is held
             assert driver.fetch(2) == {2: content(2)}
-        assert driver.tier.explain(key(1)) is TierMiss.FAILED
+        assert driver.tier.explain(key(1)) is MissReason.IO_FAILED
         assert driver.listener() == set(keys(0, *range(2, 8)))
         driver.wait(lambda: not disk(driver)._undeleted)
         assert driver.demote(9)[1] == [key(9)], "in the slot of one that was evicted"
@@ -466,7 +465,7 @@ def test_a_tick_of_garbage_breaks_nothing() -> None:
 # Owners and the command line
 
 
-def test_who_looks_for_a_moment_does_not_keep_an_owner_away(
+def test_a_momentary_look_does_not_keep_an_owner_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "rank-0"

@@ -23,9 +23,8 @@ from kvtier.keys import OffloadKey
 from kvtier.testing.tier_suite import ROW_BYTES, content, key
 from kvtier.tiers.disk import DiskFiles, find_places
 from kvtier.tiers.disk.files import OpenedFiles
-from kvtier.tiers.disk.header import DiskHeader
+from kvtier.tiers.disk.format import DiskHeader, pack_record
 from kvtier.tiers.disk.inspect import check_place
-from kvtier.tiers.disk.records import pack_record
 
 
 @pytest.fixture

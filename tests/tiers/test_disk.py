@@ -29,17 +29,17 @@ from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
+from kvtier.residency import MissReason
 from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
 from kvtier.tiers import factory
-from kvtier.tiers.base import Outcome, TierMiss
+from kvtier.tiers.base import Direction
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
-from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
 from kvtier.tiers.disk.folder import FolderLock, place_name, taken_bytes
-from kvtier.tiers.io_threads import Direction
+from kvtier.tiers.disk.format import description_stride, pack_description, read_description
 
 SLOT_BYTES = ROW_BYTES + 128 + 576
 FIXED_BYTES = 20480
@@ -121,7 +121,7 @@ def test_announcements_come_in_slices(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [len(event.keys) for event in driver.events] == [3, 3, 2]
 
 
-def test_what_leaves_before_it_was_announced_is_not_announced(
+def test_rows_that_leave_unannounced_stay_unannounced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as driver:
@@ -154,7 +154,7 @@ def test_last_uses_are_written_down_while_it_runs(tmp_path: Path) -> None:
         driver.store(2, 3, 4)
         driver.tier.touch(keys(1))
         driver.clock.now += 6
-        driver.wait(lambda: not disk(driver)._saving and disk(driver)._save_at > driver.clock.now)
+        driver.wait(lambda: not disk(driver)._saving.is_running and disk(driver)._save_at > driver.clock.now)
         copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     with opened(copy, 4) as driver:
         driver.store(5)
@@ -216,7 +216,7 @@ def test_nothing_from_before_or_after_a_reset_is_there_after_a_restart(tmp_path:
         assert driver.tier.stats().used == 0
         driver.store(1)
     with opened(tmp_path) as driver:
-        assert driver.fetch(1, 2) == {1: content(1), 2: Outcome.ABSENT}
+        assert driver.fetch(1, 2) == {1: content(1), 2: MissReason.EVICTED}
 
 
 def test_no_row_is_written_before_the_epoch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytes
             driver.tier.discard(keys(number))
         assert driver.tier.state() == "suspended"
         assert not any(driver.tier.lookup_many(keys(*range(6))))
-        disk(driver)._end_probe(None, None)
+        disk(driver)._end_probe(None)
         for _ in range(6):
             driver.tier.reset("weights were swapped")
         assert time.monotonic() - began < 3, "two waits, not twelve"
@@ -298,7 +298,7 @@ def test_a_reset_before_it_is_open(tmp_path: Path) -> None:
     name: list[str | None] = [None]
     tier = make_tier(tmp_path, namespace=lambda: name[0])
     tier.wait_open()
-    assert tier.explain(key(1)) is TierMiss.NOT_OPEN
+    assert tier.explain(key(1)) is MissReason.NOT_OPEN
     assert tier.state() == "waiting for the namespace"
     tier.reset("early")
     name[0] = "model"
@@ -421,7 +421,7 @@ def test_a_second_owner_runs_without_and_takes_over(
         assert second.wait_open() is False
         assert "another tier of this process is" in (second.problem or "")
         assert second.lookup(key(1)) is False
-        assert second.explain(key(1)) is TierMiss.NOT_OPEN
+        assert second.explain(key(1)) is MissReason.NOT_OPEN
         for _ in range(20):
             second._clock.now += 1  # type: ignore[attr-defined]
             second.poll()
@@ -665,7 +665,7 @@ def test_no_more_is_taken_over_than_half_of_the_share_needs(tmp_path: Path) -> N
         assert (large.exists(), small.exists()) == (False, True)
 
 
-def test_what_is_in_use_is_not_taken_over(tmp_path: Path) -> None:
+def test_places_in_use_are_not_taken_over(tmp_path: Path) -> None:
     """Nor what an engine has just closed, nor rows of this model of another rank."""
     settings = {"capacity": 4 * capacity(4)}
     with opened(tmp_path, namespace="new", rank=0, ranks=4, settings=settings):
@@ -799,7 +799,7 @@ def test_two_slots_swapped(tmp_path: Path) -> None:
     rows = slots.read_bytes()
     slots.write_bytes(rows[ROW_BYTES : 2 * ROW_BYTES] + rows[:ROW_BYTES] + rows[2 * ROW_BYTES :])
     with opened(tmp_path) as driver:
-        assert driver.fetch(1, 2) == {1: Outcome.FAILED_CHECK, 2: Outcome.FAILED_CHECK}
+        assert driver.fetch(1, 2) == {1: MissReason.FAILED, 2: MissReason.FAILED}
 
 
 def test_records_without_their_rows(tmp_path: Path) -> None:
@@ -809,7 +809,7 @@ def test_records_without_their_rows(tmp_path: Path) -> None:
     slots = place_of(tmp_path) / "slots"
     slots.write_bytes(bytes(slots.stat().st_size))
     with opened(tmp_path) as driver:
-        assert driver.fetch(1, 2) == {1: Outcome.FAILED_CHECK, 2: Outcome.FAILED_CHECK}
+        assert driver.fetch(1, 2) == {1: MissReason.FAILED, 2: MissReason.FAILED}
         driver.wait(lambda: len(driver.demote(1, 2)[1]) == 2)
         driver.wait(lambda: driver.tier.lookup_prefix(keys(1, 2)) == 2)
         assert driver.fetch(1, 2) == {1: content(1), 2: content(2)}, "stored again, they are whole"
@@ -823,14 +823,14 @@ def test_a_folder_that_vanishes(tmp_path: Path, caplog: pytest.LogCaptureFixture
         driver.clock.now += 6
         driver.wait(lambda: driver.tier.stats().state != "open")
         assert driver.listener() == set(), "loss is announced"
-        assert driver.tier.explain(key(1)) is TierMiss.NOT_OPEN
+        assert driver.tier.explain(key(1)) is MissReason.NOT_OPEN
 
         def is_open() -> bool:
             driver.clock.now += 1
             return driver.tier.stats().state == "open"
 
         driver.wait(is_open)
-        assert driver.tier.explain(key(1)) is TierMiss.LOST
+        assert driver.tier.explain(key(1)) is MissReason.LOST
         driver.store(1)
         assert driver.fetch(1) == {1: content(1)}
     assert "vanished" in caplog.text
@@ -1008,7 +1008,7 @@ def test_a_reset_of_many_rows_is_announced_in_slices(
         driver.tier.reset("suffix")
         assert driver.tier.stats().used == 0
         assert driver.tier.lookup_many(keys(*range(8))) == [False] * 8
-        assert driver.tier.explain(key(7)) is TierMiss.CLEARED
+        assert driver.tier.explain(key(7)) is MissReason.CLEARED
         driver.store(7)
         driver.wait(lambda: not disk(driver)._cleared)
         told = [(change.removed, list(change.keys)) for change in driver.events]
@@ -1071,14 +1071,16 @@ def test_periodic_durability_syncs_rows_before_records(
         with opened(tmp_path / durability, settings={"durability": durability}) as driver:
             driver.store(1)
             driver.clock.now += 6
-            driver.wait(lambda: not disk(driver)._saving and disk(driver)._save_at > driver.clock.now)
+            driver.wait(
+                lambda: not disk(driver)._saving.is_running and disk(driver)._save_at > driver.clock.now
+            )
             assert synced == expected
 
 
 def test_beyond_the_write_limit_rows_must_be_offered_twice(tmp_path: Path) -> None:
     with opened(tmp_path, settings={"write_limit": 2 * ROW_BYTES}) as driver:
         assert driver.demote(1, 2, 3, 4)[1] == keys(1, 2)
-        assert driver.tier.explain(key(3)) is TierMiss.REFUSED
+        assert driver.tier.explain(key(3)) is MissReason.REFUSED
         assert driver.demote(5)[1] == []
         assert driver.demote(3, 6)[1] == keys(3)
         driver.wait(lambda: driver.tier.lookup(key(3)) is True)
@@ -1092,10 +1094,10 @@ def test_rows_that_were_not_written_do_not_count_against_the_write_limit(tmp_pat
         for _ in range(5):
             job, taken = driver.demote(1, 2)
             assert taken == keys(1, 2)
-            assert tier.withdraw(job, keys(2)) == keys(2)
+            assert driver.withdraw(job, 2) == keys(2)
             tier._suspend("a test")
-            driver.wait(lambda: tier.explain(key(1)) is not TierMiss.WRITING)
-            tier._end_probe(None, None)
+            driver.wait(lambda: tier.explain(key(1)) is not MissReason.WRITING)
+            tier._end_probe(None)
         tier._io.resume(Direction.DEMOTE)
         driver.store(1, 2)
         assert driver.demote(3)[1] == []
@@ -1104,7 +1106,7 @@ def test_rows_that_were_not_written_do_not_count_against_the_write_limit(tmp_pat
 def test_a_write_limit_below_the_number_of_ranks_is_still_one(tmp_path: Path) -> None:
     with opened(tmp_path, settings={"write_limit": 1}, ranks=2) as driver:
         assert driver.demote(1)[1] == []
-        assert driver.tier.explain(key(1)) is TierMiss.REFUSED
+        assert driver.tier.explain(key(1)) is MissReason.REFUSED
 
 
 def test_a_full_queue_refuses_the_end_of_a_job(tmp_path: Path) -> None:

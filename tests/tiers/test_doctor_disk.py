@@ -93,7 +93,7 @@ def test_a_capacity_above_what_is_free(tmp_path: Path, capsys: pytest.CaptureFix
     assert failed["hint"].startswith("lower disk.capacity to at most ")
 
 
-def test_what_the_tier_has_taken_counts_as_room(tmp_path: Path) -> None:
+def test_space_of_the_tier_counts_as_room(tmp_path: Path) -> None:
     with opened(tmp_path / "kv", 64):
         pass
     (tmp_path / "kv" / "other").write_bytes(bytes(1 << 20))

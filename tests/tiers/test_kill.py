@@ -6,29 +6,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.tiers.kill_child import JOBS, ROW_BYTES, ROWS_PER_JOB, open_tier, row_of
 
 from kvtier.keys import make_offload_key
-from kvtier.tiers.base import LentRow, Outcome, TierJob
+from kvtier.tiers.base import Direction, RowBuffer, RowJob
 from kvtier.tiers.disk import DiskTier
 
 
 def fetch_all(tier: DiskTier) -> dict[int, bytes]:
     """Return the rows that can be promoted."""
     keys = {make_offload_key(b"%032d" % number, 0): number for number in range(JOBS * ROWS_PER_JOB)}
-    memory = {key: bytearray(ROW_BYTES) for key in keys}
-    tier.promote(
-        TierJob(1, tuple(LentRow(key, (memoryview(row),)) for key, row in memory.items()), float("inf"))
-    )
+    memory = memoryview(bytearray(len(keys) * ROW_BYTES))
+    tier.set_buffer(buffer := RowBuffer(memory, ROW_BYTES))
+    tier.promote(RowJob(1, Direction.PROMOTE, list(keys), np.arange(len(keys)), float("inf")))
     told: dict[int, bytes] = {}
     left = len(keys)
     while left:
         assert tier.wait_any(30)
         for result in tier.poll():
             left -= len(result.keys)
-            if result.outcome is Outcome.DONE:
-                told |= {keys[key]: bytes(memory[key]) for key in result.keys}
+            if result.outcome is None:
+                told |= {at: bytes(buffer[at][0]) for at in result.positions}
     return told
 
 

@@ -31,11 +31,10 @@ from kvtier.testing.backend_suite import (
     sealed,
 )
 from kvtier.tier_config import MooncakeConfig
-from kvtier.tiers import factory, mooncake_servers
+from kvtier.tiers import factory, mooncake
 from kvtier.tiers.base import Backend, BackendRow
-from kvtier.tiers.mooncake import MooncakeBackend
-from kvtier.tiers.mooncake_servers import must_answer
-from kvtier.tiers.value_header import HEADER_BYTES, pack_header
+from kvtier.tiers.mooncake import MooncakeBackend, must_answer
+from kvtier.tiers.seal import HEADER_BYTES, pack_header
 
 PATIENCE = 60.0
 SLOT_BYTES = ROW_BYTES + 4096
@@ -368,12 +367,12 @@ class TestServers:
 
         A master that answers may take its time.
         """
-        ask_master = mooncake_servers._ask_master
+        ask_master = mooncake._ask_master
 
         def ask(address: str, timeout: float) -> str:
             return ask_master(address, PATIENCE if address == server.address else timeout)
 
-        monkeypatch.setattr(mooncake_servers, "_ask_master", ask)
+        monkeypatch.setattr(mooncake, "_ask_master", ask)
         silent = ToldServer(None)
         with socket.socket() as gone:
             gone.bind(("127.0.0.1", 0))

@@ -32,7 +32,7 @@ from kvtier.testing.backend_suite import ROW_BYTES, BackendSuite, content, empty
 from kvtier.tier_config import ObjectConfig
 from kvtier.tiers.base import Backend
 from kvtier.tiers.object import ObjectBackend
-from kvtier.tiers.value_header import HEADER_BYTES
+from kvtier.tiers.seal import HEADER_BYTES
 
 obstore = pytest.importorskip("obstore", reason="needs the package obstore: pip install 'kvtier[object]'")
 PATIENCE = 60.0
@@ -261,7 +261,7 @@ class TestServers:
             ("301 Moved Permanently", errno.EIO, "the server sends us elsewhere; is the region right?"),
         ],
     )
-    def test_what_a_server_refuses_is_one_line(self, status: str, number: int, words: str) -> None:
+    def test_a_refusal_of_the_server_is_one_line(self, status: str, number: int, words: str) -> None:
         body = b"<Error><Code>SomeCode</Code><Message>a secret\nin it</Message></Error>"
         server = ToldServer(http_answer(status, body))
         try:

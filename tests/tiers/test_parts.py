@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +14,24 @@ import pytest
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.policies import LRUPolicy
-from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
-from kvtier.tiers.disk.header import PAGE_BYTES, DiskHeader, pack_header, read_header
-from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES, pack_record, read_records
-from kvtier.tiers.health import TierHealth
-from kvtier.tiers.io_threads import Direction, IOThreads
-from kvtier.tiers.recent_keys import RecentKeys
-from kvtier.tiers.row_mover import JobRows
+from kvtier.residency import BoundedKeyMap, MissReason
+from kvtier.slot_table import SlotTable
+from kvtier.testing.memory_tier import LooseRows
+from kvtier.tiers.base import Backend, BackendRow, Direction, RowJob
+from kvtier.tiers.disk.format import (
+    EMPTY,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    DiskHeader,
+    pack_header,
+    pack_record,
+    read_header,
+    read_records,
+)
+from kvtier.tiers.io_threads import IOThreads
+from kvtier.tiers.io_tier import TierHealth
 from kvtier.tiers.seal import SealScope, seal_of
-from kvtier.tiers.slot_table import SlotTable
-from kvtier.tiers.write_limit import WriteLimit
+from kvtier.tiers.slot_tier import WriteLimit
 
 
 def key(number: int) -> OffloadKey:
@@ -137,12 +146,12 @@ def test_failures_in_a_row_suspend_and_pauses_grow() -> None:
     now = [0.0]
     health = TierHealth("disk tier: reading", lambda: now[0])
     for _ in range(5):
-        health.note_failure("EIO")
-        health.note_failure("EIO")
-        health.note_success()
+        health.record_failure("EIO")
+        health.record_failure("EIO")
+        health.record_success()
     assert health.problem is None
     for _ in range(3):
-        health.note_failure("EIO")
+        health.record_failure("EIO")
     assert health.problem == "EIO"
     due = []
     for now[0] in np.arange(0, 200, 0.5).tolist():
@@ -155,7 +164,7 @@ def test_failures_in_a_row_suspend_and_pauses_grow() -> None:
     health.suspend("again")
     assert not health.take_due(), "the pause is still long: nothing has worked since"
     health.resume()
-    health.note_success()
+    health.record_success()
     health.suspend("later")
     now[0] += 1
     assert health.take_due()
@@ -219,9 +228,9 @@ def test_a_clock_that_was_a_year_ahead_costs_a_day_at_most(restarted: bool) -> N
 
 
 def test_only_the_newest_are_remembered() -> None:
-    recent: RecentKeys[int] = RecentKeys(80)
+    recent: BoundedKeyMap[int] = BoundedKeyMap(80)
     for number in range(1000):
-        recent.note([key(number)], number)
+        recent.record([key(number)], number)
         assert len(recent) <= 90
     assert recent.get(key(999)) == 999
     assert recent.get(key(0)) is None
@@ -232,7 +241,7 @@ def test_only_the_newest_are_remembered() -> None:
 
 @pytest.mark.parametrize("holes", [(), (0,), (3, 4, 9), tuple(range(11))])
 def test_a_table_is_restored(holes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.slot_table._SLICE", 4)
+    monkeypatch.setattr("kvtier.slot_table._RESTORE_SLICE", 4)
     table = SlotTable(12, LRUPolicy(12))
     slots = np.array([slot for slot in range(12) if slot not in holes], dtype=np.int64)
     keys = [key(slot) for slot in slots.tolist()]
@@ -290,9 +299,21 @@ class Gate(Backend):
         return
 
 
-def lent(*places: int, size: int = 2 << 20) -> JobRows:
-    rows = [LentRow(key(place), (memoryview(bytearray(size)),)) for place in places]
-    return JobRows([row.key for row in rows], list(places), size, rows)
+def make_threads(backend: Backend, *, size: int = 2 << 20, **options: Any) -> IOThreads:
+    """Return threads that move rows of this size, all of them in the same memory."""
+    memory = LooseRows()
+    memory.add([(memoryview(bytearray(size)),)])
+    return IOThreads(backend, row_bytes=size, buffer=memory, **options)
+
+
+def submit(
+    threads: IOThreads, direction: Direction, job_id: int, *addresses: int, deadline: float = float("inf")
+) -> None:
+    """Submit a job of rows at these addresses."""
+    slots = np.zeros(len(addresses), dtype=np.int64)
+    job = RowJob(job_id, direction, [key(at) for at in addresses], slots, deadline)
+    job.addresses = np.array(addresses, dtype=np.int64)
+    threads.submit(job, range(len(job)))
 
 
 @pytest.mark.parametrize(
@@ -309,9 +330,9 @@ def test_calls_that_nobody_waits_for_are_few(direction: Direction, call_rows: in
     gate = Gate()
     gate.call_bytes = call_rows << 10
     gate.open.release(100)
-    threads = IOThreads(gate, threads=4)
+    threads = make_threads(gate, size=1 << 10, threads=4)
     threads.hold(direction)
-    threads.submit(direction, 1, lent(*range(16), size=1 << 10), SealScope("n"), float("inf"))
+    submit(threads, direction, 1, *range(16))
     threads.resume(direction)
     assert threads.wait_any(30)
     while threads.open_bytes(direction):
@@ -325,8 +346,8 @@ def test_calls_that_nobody_waits_for_are_few(direction: Direction, call_rows: in
 
 def test_one_job_spreads_over_the_threads_first_rows_first() -> None:
     gate = Gate()
-    threads = IOThreads(gate, threads=4)
-    threads.submit(Direction.PROMOTE, 1, lent(*range(8)), SealScope("n"), float("inf"))
+    threads = make_threads(gate, threads=4)
+    submit(threads, Direction.PROMOTE, 1, *range(8))
     for _ in range(4):
         assert gate.begun.acquire(timeout=30)
     assert sorted(gate.batches) == [[0], [1], [2], [3]]
@@ -339,8 +360,8 @@ def test_one_job_spreads_over_the_threads_first_rows_first() -> None:
 def test_small_rows_travel_together() -> None:
     gate = Gate()
     gate.open.release(100)
-    threads = IOThreads(gate, threads=1)
-    threads.submit(Direction.DEMOTE, 1, lent(*range(10), size=512 << 10), SealScope("n"), float("inf"))
+    threads = make_threads(gate, size=512 << 10, threads=1)
+    submit(threads, Direction.DEMOTE, 1, *range(10))
     assert threads.close(30)
     assert [len(batch) for batch in gate.batches] == [4, 4, 2]
 
@@ -353,8 +374,8 @@ def test_a_demotion_wakes_no_more_threads_than_it_needs() -> None:
     ):
         gate = Gate()
         gate.open.release(100)
-        threads = IOThreads(gate, threads=4)
-        threads.submit(direction, 1, lent(*range(4), size=4096), SealScope("n"), float("inf"))
+        threads = make_threads(gate, size=4096, threads=4)
+        submit(threads, direction, 1, *range(4))
         assert threads.close(30)
         assert sorted(gate.batches) == batches
 
@@ -362,9 +383,9 @@ def test_a_demotion_wakes_no_more_threads_than_it_needs() -> None:
 def test_writes_that_do_not_return_leave_a_thread_for_questions() -> None:
     """Two writes at a dead server kept both threads, and the next question cost its whole deadline."""
     gate, asked = Gate(), threading.Event()
-    threads = IOThreads(gate, threads=3)
+    threads = make_threads(gate, threads=3)
     for job in range(3):
-        threads.submit(Direction.DEMOTE, job, lent(job), SealScope("n"), float("inf"))
+        submit(threads, Direction.DEMOTE, job, job)
     for _ in range(2):
         assert gate.begun.acquire(timeout=30)
     threads.call(asked.set, lambda _value, _error: None)
@@ -377,8 +398,8 @@ def test_writes_that_do_not_return_leave_a_thread_for_questions() -> None:
 
 def test_the_order_of_jobs() -> None:
     gate = Gate()
-    threads = IOThreads(gate, threads=1)
-    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    threads = make_threads(gate, threads=1)
+    submit(threads, Direction.DEMOTE, 1, 0)
     assert gate.begun.acquire(timeout=30)
     for job, direction in (
         (2, Direction.DEMOTE),
@@ -386,7 +407,7 @@ def test_the_order_of_jobs() -> None:
         (4, Direction.PROMOTE),
         (5, Direction.DEMOTE),
     ):
-        threads.submit(direction, job, lent(job), SealScope("n"), float("inf"))
+        submit(threads, direction, job, job)
     gate.open.release(100)
     assert threads.close(30)
     assert gate.batches == [[0], [3], [4], [2], [5]]
@@ -394,8 +415,8 @@ def test_the_order_of_jobs() -> None:
 
 def test_bytes_in_flight_are_bounded() -> None:
     gate = Gate()
-    threads = IOThreads(gate, threads=8, max_in_flight=4 << 20)
-    threads.submit(Direction.DEMOTE, 1, lent(*range(6)), SealScope("n"), float("inf"))
+    threads = make_threads(gate, threads=8, max_in_flight=4 << 20)
+    submit(threads, Direction.DEMOTE, 1, *range(6))
     for _ in range(2):
         assert gate.begun.acquire(timeout=30)
     assert not gate.begun.acquire(timeout=0.1), "a third would be too much"
@@ -409,18 +430,18 @@ def test_bytes_in_flight_are_bounded() -> None:
 
 def test_rows_that_are_late_are_not_begun() -> None:
     gate, now = Gate(), [0.0]
-    threads = IOThreads(gate, threads=1, clock=lambda: now[0])
-    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), 10.0)
+    threads = make_threads(gate, threads=1, clock=lambda: now[0])
+    submit(threads, Direction.DEMOTE, 1, 0, deadline=10.0)
     assert gate.begun.acquire(timeout=30)
-    threads.submit(Direction.DEMOTE, 2, lent(1), SealScope("n"), 5.0)
+    submit(threads, Direction.DEMOTE, 2, 1, deadline=5.0)
     now[0] = 6.0
     gate.open.release(100)
-    threads.submit(Direction.DEMOTE, 3, lent(2), SealScope("n"), 10.0)
-    outcomes: dict[int, Outcome] = {}
+    submit(threads, Direction.DEMOTE, 3, 2, deadline=10.0)
+    outcomes: dict[int, MissReason | None] = {}
     while len(outcomes) < 3:
         assert threads.wait_any(30)
-        outcomes |= {report.job_id: report.outcome for report in threads.poll()}
-    assert outcomes == {1: Outcome.DONE, 2: Outcome.LATE, 3: Outcome.DONE}
+        outcomes |= {report.job.job_id: report.outcome for report in threads.poll()}
+    assert outcomes == {1: None, 2: MissReason.TOO_SLOW, 3: None}
     assert gate.batches == [[0], [2]]
     threads.check()
     assert threads.close(30)
@@ -429,12 +450,12 @@ def test_rows_that_are_late_are_not_begun() -> None:
 def test_jobs_that_are_late_on_hold_do_not_pile_up() -> None:
     """As with a disk that does not take the epoch of a reset."""
     now = [0.0]
-    threads = IOThreads(Gate(), threads=1, clock=lambda: now[0])
+    threads = make_threads(Gate(), size=8, threads=1, clock=lambda: now[0])
     threads.hold(Direction.DEMOTE)
     for number in range(20):
-        threads.submit(Direction.DEMOTE, number, lent(number, size=8), SealScope("n"), now[0] + 1.0)
+        submit(threads, Direction.DEMOTE, number, number, deadline=now[0] + 1.0)
         now[0] += 2.0
-        assert [report.outcome for report in threads.poll()] == [Outcome.LATE]
+        assert [report.outcome for report in threads.poll()] == [MissReason.TOO_SLOW]
     until = time.monotonic() + 30
     while len(threads._queues[Direction.DEMOTE]) > 1 and time.monotonic() < until:
         time.sleep(0.001)
@@ -445,15 +466,15 @@ def test_jobs_that_are_late_on_hold_do_not_pile_up() -> None:
 
 def test_one_number_one_job() -> None:
     gate = Gate()
-    threads = IOThreads(gate, threads=1)
-    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    threads = make_threads(gate, threads=1)
+    submit(threads, Direction.DEMOTE, 1, 0)
     with pytest.raises(InputError, match="expected one that no open job of this tier has, got 1"):
-        threads.submit(Direction.PROMOTE, 1, lent(0), SealScope("n"), float("inf"))
+        submit(threads, Direction.PROMOTE, 1, 0)
     gate.open.release(10)
     assert threads.close(30)
 
 
-def test_whatever_a_backend_raises_is_a_failure_of_its_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_exceptions_of_a_backend_are_failures_of_its_rows(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Gate):
         def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
             raise ZeroDivisionError("a bug")
@@ -461,13 +482,13 @@ def test_whatever_a_backend_raises_is_a_failure_of_its_rows(caplog: pytest.LogCa
         def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
             return []
 
-    threads = IOThreads(Broken(), threads=1)
-    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
-    threads.submit(Direction.PROMOTE, 2, lent(0), SealScope("n"), float("inf"))
+    threads = make_threads(Broken(), threads=1)
+    submit(threads, Direction.DEMOTE, 1, 0)
+    submit(threads, Direction.PROMOTE, 2, 0)
     assert threads.close(30)
-    told = {report.job_id: (report.outcome, report.why) for report in threads.poll()}
-    assert told[1] == (Outcome.FAILED, "ZeroDivisionError: a bug")
-    assert told[2] == (Outcome.FAILED, "expected 1 answers of the backend, got 0")
+    told = {report.job.job_id: (report.outcome, report.why) for report in threads.poll()}
+    assert told[1] == (MissReason.IO_FAILED, "ZeroDivisionError: a bug")
+    assert told[2] == (MissReason.IO_FAILED, "expected 1 answers of the backend, got 0")
     assert "the backend raised" in caplog.text
 
 
@@ -484,11 +505,11 @@ def test_a_panic_of_compiled_code_ends_no_thread() -> None:
     def open_backend() -> None:
         raise Panic("unwrap")
 
-    threads = IOThreads(Panicking(), threads=1)
+    threads = make_threads(Panicking(), threads=1)
     answers: list[BaseException | None] = []
     threads.call(open_backend, lambda _value, error: answers.append(error))
-    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    submit(threads, Direction.DEMOTE, 1, 0)
     assert threads.close(30)
     (report,) = threads.poll()
-    assert (report.outcome, report.why) == (Outcome.FAILED, "Panic: unwrap")
+    assert (report.outcome, report.why) == (MissReason.IO_FAILED, "Panic: unwrap")
     assert [type(answer) for answer in answers] == [Panic]

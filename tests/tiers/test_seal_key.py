@@ -13,12 +13,13 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keys import make_offload_key
-from kvtier.testing.backend_suite import job_rows
+from kvtier.residency import MissReason
+from kvtier.testing.backend_suite import submit_rows
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, MemoryServer, make_shared_tier
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, content, keys
-from kvtier.tiers.base import BackendRow, Outcome
-from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
+from kvtier.tiers.base import BackendRow, Direction, TierResult
+from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.seal import SealKey, SealScope, read_seal_key, seal_of
 
 blake3 = pytest.importorskip("blake3", reason="needs the package blake3: pip install blake3")
@@ -38,17 +39,17 @@ def filled(number: int) -> BackendRow:
     return made
 
 
-def run(threads: IOThreads, direction: Direction, rows: list[BackendRow]) -> list[IOReport]:
-    threads.submit(direction, 1, job_rows(rows), SCOPE, float("inf"))
-    reports: list[IOReport] = []
-    while sum(len(report.rows) for report in reports) < len(rows):
+def run(threads: IOThreads, direction: Direction, rows: list[BackendRow]) -> list[TierResult]:
+    submit_rows(threads, direction, 1, rows, SCOPE)
+    reports: list[TierResult] = []
+    while sum(len(report.positions) for report in reports) < len(rows):
         assert threads.wait_any(PATIENCE)
         reports += threads.poll()
     return reports
 
 
 class TestSeals:
-    def test_what_it_is(self) -> None:
+    def test_the_keyed_seal_has_this_format(self) -> None:
         """The format, spelt out: a change of it is a new format."""
         made = filled(1)
         text = b"\x05\0\0\0model\x01\0\0\x003\x06\0\0\0suffix"
@@ -116,13 +117,13 @@ class TestFleets:
         for driver in (*fleets, partner):
             assert driver.tier.close(PATIENCE)
 
-    def test_what_is_forged_under_our_name_is_warned_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_forged_rows_under_our_name_log_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         server = MemoryServer()
         driver = open_tier(server, SealKey(SECRET))
         driver.store(1, 2)
         for name, (seal, payload) in list(server.rows.items()):
             server.rows[name] = seal, payload[::-1]
-        assert driver.fetch(1, 2) == dict.fromkeys((1, 2), Outcome.FAILED_CHECK)
+        assert driver.fetch(1, 2) == dict.fromkeys((1, 2), MissReason.FAILED)
         driver.wait(lambda: not server.rows)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "under one of our names" in caplog.text
@@ -166,15 +167,15 @@ class TestForging:
 
     def test_nothing_forged_passes(self) -> None:
         backend = MemoryBackend()
-        threads = IOThreads(backend, threads=1, seal_key=SealKey(SECRET))
+        threads = IOThreads(backend, row_bytes=4096, threads=1, seal_key=SealKey(SECRET))
         try:
             for seal, payload in self.forge_all():
                 backend.rows[backend.name(row(1))] = seal, bytearray(payload)
                 (report,) = run(threads, Direction.PROMOTE, [row(1)])
-                assert report.outcome is Outcome.FAILED_CHECK
+                assert report.outcome is MissReason.FAILED
             run(threads, Direction.DEMOTE, [filled(1)])
             found = row(1)
-            assert run(threads, Direction.PROMOTE, [found])[0].outcome is Outcome.DONE
+            assert run(threads, Direction.PROMOTE, [found])[0].outcome is None
             assert found.pieces == filled(1).pieces
         finally:
             assert threads.close(PATIENCE)
@@ -182,25 +183,25 @@ class TestForging:
     def test_without_a_key_anybody_can(self) -> None:
         """The negative control, and what the docs say of running without a key."""
         backend = MemoryBackend()
-        threads = IOThreads(backend, threads=1)
+        threads = IOThreads(backend, row_bytes=4096, threads=1)
         try:
             forged = filled(9)
             seal = seal_of(SCOPE, row(1).key, forged.pieces)
             backend.rows[backend.name(row(1))] = seal, bytearray(forged.pieces[0])
-            assert run(threads, Direction.PROMOTE, [row(1)])[0].outcome is Outcome.DONE
+            assert run(threads, Direction.PROMOTE, [row(1)])[0].outcome is None
         finally:
             assert threads.close(PATIENCE)
 
     def test_another_key_is_a_miss_and_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         backend = MemoryBackend()
-        ours = IOThreads(backend, threads=1, name="valkey", seal_key=SealKey(SECRET))
-        theirs = IOThreads(backend, threads=1, seal_key=SealKey(OTHER))
+        ours = IOThreads(backend, row_bytes=4096, threads=1, name="valkey", seal_key=SealKey(SECRET))
+        theirs = IOThreads(backend, row_bytes=4096, threads=1, seal_key=SealKey(OTHER))
         try:
             run(theirs, Direction.DEMOTE, [filled(number) for number in range(8)])
             with caplog.at_level(logging.WARNING):
                 for _ in range(3):
                     reports = run(ours, Direction.PROMOTE, [row(number) for number in range(8)])
-                    assert {report.outcome for report in reports} == {Outcome.FAILED_CHECK}
+                    assert {report.outcome for report in reports} == {MissReason.FAILED}
             assert [record.levelname for record in caplog.records] == ["WARNING"]
             assert "tier valkey" in caplog.text
         finally:

@@ -23,9 +23,8 @@ from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
 from kvtier.testing.shared_tier_suite import SharedTierSuite
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, key, keys
 from kvtier.tiers import factory, shared_tier
-from kvtier.tiers.base import Backend, BackendRow
-from kvtier.tiers.prefix_search import CallsAtOnce, search_prefix
-from kvtier.tiers.shared_tier import SharedTier
+from kvtier.tiers.base import Backend, BackendRow, RowBuffer
+from kvtier.tiers.shared_tier import CallsAtOnce, SharedTier, search_prefix
 
 
 class TestInBatches(SharedTierSuite):
@@ -124,7 +123,7 @@ def test_a_server_that_is_not_there_is_done_without(caplog: pytest.LogCaptureFix
     assert isinstance(manager, TieredOffloadingManager)
     (stats,) = manager.tier_stats()
     assert "Connection refused" in stats.state
-    assert manager.anywhere.lookup_many(keys(1, 2), ReqContext()) == [False, False]
+    assert manager.combined_lookup.lookup_many(keys(1, 2), ReqContext()) == [False, False]
     assert caplog.text.count("running without it") == 1
     manager.shutdown()
     spec.shutdown()
@@ -152,7 +151,7 @@ def test_a_tier_that_opens_is_one_line_with_its_place(
     tier = factory.make_tier(config.settings.tiers[0], config)
     assert isinstance(tier, shared_tier.SharedTier)
     assert tier.wait_open()
-    tier.lend(memoryview(bytearray(1 << 20)))  # which opens it again
+    tier.set_buffer(RowBuffer(memoryview(bytearray(1 << 20)), ROW_BYTES))  # which opens it again
     driver = TierDriver(tier, FaultyBackend(MemoryServer()), StandingClock())
     driver.wait(tier.is_open)
     tier.poll()

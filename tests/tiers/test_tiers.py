@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtier.keys import OffloadKey
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, TierSuite, churn
-from kvtier.tiers.base import LentRow, LentRows, Tier, TierJob
+from kvtier.tiers.base import BackendRow, Direction, RowBuffer, RowJob, Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier
 
 
@@ -61,34 +63,69 @@ def test_without_the_check_random_calls_go_wrong() -> None:
     assert any(goes_wrong(seed) for seed in range(8))
 
 
-def test_the_scheduler_makes_no_rows() -> None:
-    """What is made of a row, its memory and its description, is made by the thread that moves it."""
-    memory, makers = memoryview(bytearray(4 * ROW_BYTES)), set()
+@pytest.mark.parametrize("all_held", [True, False])
+def test_the_scheduler_makes_no_rows(all_held: bool) -> None:
+    """The thread that moves a row looks for its memory and makes its description, never the scheduler."""
+    makers = set()
 
-    def piece_of(slot: int) -> memoryview:
-        makers.add(threading.current_thread())
-        return memory[slot * ROW_BYTES : (slot + 1) * ROW_BYTES]
+    class WatchedBuffer(RowBuffer):
+        def __getitem__(self, slot: int) -> tuple[memoryview, ...]:
+            makers.add(threading.current_thread())
+            return super().__getitem__(slot)
 
     def describe(at: int) -> bytes:
         makers.add(threading.current_thread())
         return b"about %d" % at
 
     tier = make_memory_tier(8, ROW_BYTES)
-    rows = LentRows([OffloadKey(b"%036d" % number) for number in range(4)], [2, 0, 3, 1], piece_of, describe)
-    assert tier.demote(TierJob(1, rows, 1e9)) == rows.keys
-    while tier.stats().demoted < 4:
+    tier.set_buffer(WatchedBuffer(memoryview(bytearray(4 * ROW_BYTES)), ROW_BYTES))
+    slots, stored = np.array([2, 0, 3, 1]), 4 if all_held else 3
+    names = [OffloadKey(b"%036d" % number) for number in range(4)]
+    job = RowJob(1, Direction.DEMOTE, names[:stored], slots[:stored], 1e9, describe)
+    assert tier.demote(job) == list(range(stored))
+    while tier.stats().demoted < stored:
         assert tier.wait_any(30)
         tier.poll()
-    tier.promote(TierJob(2, rows, 1e9))
-    while tier.stats().promoted < 4:
+    tier.promote(RowJob(2, Direction.PROMOTE, names[::-1], slots, 1e9))
+    while tier.stats().promoted < stored:
         assert tier.wait_any(30)
         tier.poll()
     assert makers
     assert threading.current_thread() not in makers
-    assert rows[1:3] == [
-        LentRow(rows.keys[1], (piece_of(0),), b"about 1"),
-        LentRow(rows.keys[2], (piece_of(3),), b"about 2"),
-    ]
+    assert tier.close(30)
+
+
+def test_rows_keep_their_columns_when_only_some_are_taken() -> None:
+    """Key, memory, address and description belong together in a job of which every other row is refused."""
+    written: dict[OffloadKey, BackendRow] = {}
+
+    class RecordingBackend(MemoryBackend):
+        def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+            written.update({row.key: row for row in rows})
+            return super().write(rows)
+
+    backend = RecordingBackend()
+    tier = make_memory_tier(32, ROW_BYTES, backend=backend)
+    memory = memoryview(bytearray(b"".join(bytes([number]) * ROW_BYTES for number in range(16))))
+    tier.set_buffer(buffer := RowBuffer(memory, ROW_BYTES))
+    names = [OffloadKey(b"%036d" % number) for number in range(16)]
+    for job_id, part in enumerate((range(0, 16, 2), range(16)), 1):
+        slots = np.array(part)
+        job = RowJob(job_id, Direction.DEMOTE, [names[at] for at in part], slots, 1e9, lambda at: b"%d" % at)
+        taken = tier.demote(job)
+        while tier.stats().demoted < 8 * job_id:
+            tier.wait_any(0.1)
+            tier.poll()
+    assert taken == list(range(1, 16, 2))
+    assert [written[name].pieces for name in names] == [buffer[at] for at in range(16)]
+    assert [written[names[at]].description for at in taken] == [b"%d" % at for at in taken]
+    assert len({row.place for row in written.values()}) == 16
+    memory[:] = bytes(len(memory))
+    tier.promote(RowJob(3, Direction.PROMOTE, names[::-1], np.arange(16)[::-1].copy(), 1e9))
+    while tier.stats().promoted < 16:
+        tier.wait_any(0.1)
+        tier.poll()
+    assert [set(buffer[at][0]) for at in range(16)] == [{at} for at in range(16)]
     assert tier.close(30)
 
 
@@ -106,9 +143,10 @@ class CountedKey(bytes):
 def test_a_demotion_costs_as_much_as_it_has_rows(slots: int) -> None:
     """Of 800 rows, all or half of which find a slot, a key is hashed some times and not hundreds."""
     tier = make_memory_tier(slots, ROW_BYTES)
-    memory = memoryview(bytes(ROW_BYTES))
-    rows = tuple(LentRow(OffloadKey(CountedKey(b"%036d" % number)), (memory,)) for number in range(800))
+    tier.set_buffer(RowBuffer(memoryview(bytes(ROW_BYTES)), ROW_BYTES))
+    names = [OffloadKey(CountedKey(b"%036d" % number)) for number in range(800)]
     CountedKey.hashed = 0
-    assert len(tier.demote(TierJob(1, rows, 1e9))) == slots
-    assert CountedKey.hashed < 20 * len(rows)
+    job = RowJob(1, Direction.DEMOTE, names, np.zeros(len(names), dtype=np.int64), 1e9)
+    assert len(tier.demote(job)) == slots
+    assert CountedKey.hashed < 20 * len(names)
     assert tier.close(30)

@@ -21,22 +21,23 @@ from tests.ports import free_port
 from tests.tiers.servers import Certificates, RealServerSuite, Relay, ValkeyServer, find_valkey
 
 from kvtier.errors import ConfigError
+from kvtier.residency import MissReason
 from kvtier.testing import shared_tier_suite, tier_suite
 from kvtier.testing.backend_suite import (
     ROW_BYTES,
     BackendSuite,
     content,
     empty,
-    job_rows,
     key,
     payload_of,
     sealed,
+    submit_rows,
 )
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import make_shared_tier
 from kvtier.tier_config import ValkeyConfig
-from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
+from kvtier.tiers.base import Backend, BackendRow, Direction, TierResult
+from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.valkey import ValkeyBackend
 from kvtier.tiers.valkey import backend as valkey_backend
@@ -152,7 +153,7 @@ class TestShared(RealServerSuite):
 
 
 class TestRows:
-    def test_what_lies_on_the_server(self, server: ValkeyServer, backend: ValkeyBackend) -> None:
+    def test_values_on_the_server(self, server: ValkeyServer, backend: ValkeyBackend) -> None:
         """Guards the format: another release, or another program, finds rows by it."""
         row = sealed(1)
         backend.write([row])
@@ -231,13 +232,13 @@ class TestRows:
             assert relay.accepted <= 5
 
 
-def read_checked(backend: Backend, rows: list[BackendRow]) -> list[IOReport]:
+def read_checked(backend: Backend, rows: list[BackendRow]) -> list[TierResult]:
     """Read rows as a tier does, seals checked."""
-    threads = IOThreads(backend, threads=1)
+    threads = IOThreads(backend, row_bytes=max(row.nbytes for row in rows), threads=1)
     try:
-        threads.submit(Direction.PROMOTE, 1, job_rows(rows), SealScope("suite"), float("inf"))
-        reports: list[IOReport] = []
-        while sum(len(report.rows) for report in reports) < len(rows):
+        submit_rows(threads, Direction.PROMOTE, 1, rows, SealScope("suite"))
+        reports: list[TierResult] = []
+        while sum(len(report.positions) for report in reports) < len(rows):
             assert threads.wait_any(PATIENCE)
             reports += threads.poll()
         return reports
@@ -273,12 +274,12 @@ class TestStrangeValues:
         backend.write([sealed(number) for number in range(8)])
         server.say("SET", name_of(3), forge(self.value(server, 3)))
         outcomes = {
-            place: report.outcome
+            at: report.outcome
             for report in read_checked(backend, [empty(number) for number in range(8)])
-            for place in report.rows.places
+            for at in report.positions
         }
-        assert outcomes.pop(3) is Outcome.FAILED_CHECK
-        assert set(outcomes.values()) == {Outcome.DONE}, "its neighbours are read from the same connection"
+        assert outcomes.pop(3) is MissReason.FAILED
+        assert set(outcomes.values()) == {None}, "its neighbours are read from the same connection"
         backend.delete([empty(3)])
         assert backend.read([empty(3)]) == [None]
         assert backend.write([sealed(3)]) == [None]
@@ -298,7 +299,7 @@ class TestStrangeValues:
         server.say("SET", name_of(1), two)
         server.say("SET", name_of(2), one)
         (report,) = read_checked(backend, [empty(1), empty(2)])
-        assert report.outcome is Outcome.FAILED_CHECK
+        assert report.outcome is MissReason.FAILED
 
     def test_a_value_of_another_type(self, server: ValkeyServer, backend: ValkeyBackend) -> None:
         server.say("RPUSH", name_of(1), "x")
@@ -383,7 +384,7 @@ class TestServersThatRefuse:
             (b"$7\r\n", errno.EPROTO, "expected an answer of a Valkey"),
         ],
     )
-    def test_what_it_says_is_told_in_our_words(self, said: bytes, code: int, told: str) -> None:
+    def test_server_errors_are_translated(self, said: bytes, code: int, told: str) -> None:
         with scripted(lambda connection: connection.sendall(said)) as port:
             with closing(make(f"valkey://127.0.0.1:{port}")) as backend:
                 (answer,) = backend.read([empty(1)])
@@ -720,7 +721,7 @@ class TestBeingLetIn:
             backend.probe()
 
     @pytest.mark.parametrize("host", [".host", "h" * 64])
-    def test_what_cannot_be_a_host(self, host: str) -> None:
+    def test_impossible_hosts_are_refused(self, host: str) -> None:
         with (
             closing(make(f"valkey://{host}")) as backend,
             pytest.raises(OSError, match="expected the name of a host"),

@@ -1,5 +1,5 @@
-"""A CUDA driver for tests without a device: functions that C can call, which do at once what they are told,
-and write it down.
+"""A CUDA driver for tests without a device: functions that C can call, which carry out each call at once
+and record it.
 
 Streams and events are numbers, and memory of the device is the host's. Nothing is asynchronous: it shows
 that the right bytes are copied, not that they are copied in the right order.
@@ -48,7 +48,7 @@ def read(kind: Any, address: int | None, count: int) -> list[int]:
 
 
 class FakeDriver:
-    """What it was told is in `calls`. Functions in `failing` return that status and do nothing."""
+    """Records its calls in `calls`. Functions in `failing` return that status and do nothing."""
 
     def __init__(self, *, has_batches: bool = True, copies: bool = False) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -87,15 +87,15 @@ class FakeDriver:
 
     def _cuLaunchKernel(self, function: int, *rest: Any) -> tuple[Any, ...]:
         *sizes, stream, arguments, _ = rest
-        places = read(c_uint64, arguments, 8)
-        (table,), (told,), *extra = (read(c_uint64, places[i], 1) for i in (0, 1, 4, 5, 6, 7))
-        (num_blocks,), (num_tiles,) = (read(c_int, places[i], 1) for i in (2, 3))
+        addresses = read(c_uint64, arguments, 8)
+        (table,), (args,), *extra = (read(c_uint64, addresses[i], 1) for i in (0, 1, 4, 5, 6, 7))
+        (num_blocks,), (num_tiles,) = (read(c_int, addresses[i], 1) for i in (2, 3))
         if self.copies:
-            self._copy_pages(*self.kernels[function], read(c_int64, told, 2 * num_blocks))
-        return (function, *sizes, stream, table, told, num_blocks, num_tiles, extra)
+            self._copy_pages(*self.kernels[function], read(c_int64, args, 2 * num_blocks))
+        return (function, *sizes, stream, table, args, num_blocks, num_tiles, extra)
 
-    def _copy_pages(self, part: Part, gather: bool, told: list[int]) -> None:
-        for block, row in zip(told[: len(told) // 2], told[len(told) // 2 :], strict=True):
+    def _copy_pages(self, part: Part, gather: bool, args: list[int]) -> None:
+        for block, row in zip(args[: len(args) // 2], args[len(args) // 2 :], strict=True):
             for base, stride, size, offset in zip(*(column.tolist() for column in part.pages), strict=True):
                 ends = (row + offset - part.offset, base + block * stride)
                 ctypes.memmove(*(ends if gather else ends[::-1]), size)

@@ -25,7 +25,7 @@ Work = Callable[[], object]
 
 
 class SimDriver(FakeDriver):
-    """What streams are told waits in `streams`. With each call some of it is done: the lazier, the less."""
+    """Enqueued work waits in `streams`. With each call some of it is done: the lazier, the less."""
 
     def __init__(self, seed: int = 0, *, laziness: float = 0.5) -> None:
         self.rng, self.laziness = random.Random(seed), laziness
@@ -62,7 +62,7 @@ class SimDriver(FakeDriver):
         return self.failing.get(name, 0)
 
     def advance(self) -> bool:
-        """Do the next thing of a stream that need not wait; say whether there was any."""
+        """Do the next thing of a stream that need not wait; return whether there was any."""
         streams = [stream for stream, queue in self.streams.items() if queue and stream not in self.frozen]
         self.rng.shuffle(streams)
         for stream in streams:
@@ -79,7 +79,7 @@ class SimDriver(FakeDriver):
         return False
 
     def run(self, *streams: int) -> None:
-        """Let streams do all that they have been told."""
+        """Let streams do all their work."""
         for stream in streams:
             while self.streams[stream]:
                 assert self.advance()
@@ -95,10 +95,10 @@ class SimDriver(FakeDriver):
 
     def _cuLaunchKernel(self, function: int, *rest: Any) -> Any:
         *_, stream, arguments, _ = rest
-        places = read(c_uint64, arguments, 8)
-        (told,), (count,) = read(c_uint64, places[1], 1), read(c_int, places[2], 1)
+        addresses = read(c_uint64, arguments, 8)
+        (args,), (count,) = read(c_uint64, addresses[1], 1), read(c_int, addresses[2], 1)
         kernel = self.kernels[function]
-        self.streams[stream].append(lambda: self._copy_pages(*kernel, read(c_int64, told, 2 * count)))
+        self.streams[stream].append(lambda: self._copy_pages(*kernel, read(c_int64, args, 2 * count)))
 
     def _cuEventRecord(self, event: int, stream: int) -> None:
         self._recorded[event] += 1

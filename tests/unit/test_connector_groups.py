@@ -344,7 +344,7 @@ def test_a_tier_is_asked_about_the_chunk_that_an_end_lies_in() -> None:
     assert host.scheduler.get_num_new_matched_tokens(request, 0, 32) == (None, False)
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == [window[2], *full]
+    assert job.keys == [window[2], *full]
     host.tier.finish(job.job_id)
     host.end_step()
     assert host.scheduler.get_num_new_matched_tokens(request, 0, 32) == (32, True)
@@ -354,7 +354,7 @@ def test_a_tier_is_asked_about_the_chunk_that_an_end_lies_in() -> None:
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
-def test_what_is_not_stored_is_never_missed(shape: Shape, per_chunk: int) -> None:
+def test_chunks_that_are_not_stored_are_never_missed(shape: Shape, per_chunk: int) -> None:
     """Of a prompt that was computed in one step, all is found again that its complete chunks can serve."""
     prompt, step = _prompt(0, 300), shape.ends * per_chunk
     engine = SmallEngine(shape, per_chunk)

@@ -10,8 +10,9 @@ from kvtier.connector.metadata import TransferReport
 from kvtier.connector.state import RequestState
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.offload import ReqContext
-from kvtier.transfer.base import GPULoadStoreSpec, TransferResult
+from kvtier.offload import CPUOffloadingManager, ReqContext
+from kvtier.offload.base import WriteLease
+from kvtier.transfer.base import CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
 
 A, B, C = (make_offload_key(bytes([n]) * 32, 0) for n in range(3))
 
@@ -24,7 +25,7 @@ def load(*keys: OffloadKey, ranks: int = 1) -> LoadJob:
     return LoadJob(
         request=REQUEST, keys=list(keys), gpu_end=end, blocks_per_chunk=1, num_bytes=8,
         missing_ranks=set(range(ranks)), deadline=2.0, local=0, end=16 * len(keys), block_sizes=(16,),
-        patience=1.0,
+        wait_budget=1.0,
     )  # fmt: skip
 
 
@@ -33,6 +34,7 @@ def store(*blocks: int) -> StoreJob:
     return StoreJob(
         request=REQUEST, keys=[A], gpu_end=end, blocks_per_chunk=len(blocks), num_bytes=8,
         missing_ranks={0}, deadline=30.0,
+        lease=WriteLease(CPUOffloadingManager(1), [A], CPULoadStoreSpec([0])),
     )  # fmt: skip
 
 

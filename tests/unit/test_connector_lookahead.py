@@ -16,7 +16,7 @@ LONGER = PROMPT + list(range(8))
 
 
 @pytest.mark.parametrize(("lookahead", "loaded"), [(0, 24), (1, 20), (4, 20), (5, 16)])
-def test_what_is_found_beyond_a_load_covers_the_lookahead(lookahead: int, loaded: int) -> None:
+def test_chunks_found_beyond_a_load_cover_the_lookahead(lookahead: int, loaded: int) -> None:
     host = make_host(lookahead=lookahead)
     host.cache(Request("a", LONGER))
     assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (loaded, True)
@@ -36,7 +36,7 @@ def test_a_prompt_of_whole_chunks() -> None:
 
 
 @pytest.mark.parametrize("local", [20, 24])
-def test_what_the_engine_drops_of_its_own_hit_is_not_loaded(local: int) -> None:
+def test_tokens_that_the_engine_drops_of_its_own_hit_are_not_loaded(local: int) -> None:
     host = make_host(lookahead=1)
     host.cache(Request("a", PROMPT))
     assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), local) == (0, False)
@@ -117,14 +117,14 @@ def test_drafts_that_are_not_verified_are_not_stored() -> None:
     assert host.run_more(request, computed=8, scheduled=4).store_jobs
 
 
-def test_what_covers_the_lookahead_is_promoted_too() -> None:
+def test_chunks_that_cover_the_lookahead_are_promoted_too() -> None:
     host = TieredHost(settings={"lookahead": 1})
     host.tier.held = set(keys_of(PROMPT))
     request = Request("a", PROMPT)
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == keys_of(PROMPT)
+    assert job.keys == keys_of(PROMPT)
     host.tier.finish(job.job_id)
     host.end_step()
     assert host.ask(request) == 20

@@ -114,7 +114,7 @@ def test_loads_that_a_rank_never_reports_do_not_pile_up(load_if_faster: bool) ->
     clock = Clock()
     host = make_host(world_size=2, clock=clock, load_if_faster=load_if_faster)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.note_step(40, 0.04)
+    host.scheduler.cost.learn_step(40, 0.04)
     for number in range(20):
         request = Request(f"r{number}", PROMPT, kv_transfer_params={"max_offload_tokens": 0})
         tokens, _ = host.scheduler.get_num_new_matched_tokens(request, 0)
@@ -152,7 +152,7 @@ def test_a_load_that_takes_longer_than_computing_is_ended_and_not_tried_again_at
     clock = Clock()
     host = make_host(clock=clock)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.note_step(40, 0.04)
+    host.scheduler.cost.learn_step(40, 0.04)
     job, _ = load(host, Request("b", PROMPT))
     clock.now += 0.21  # four times what computing takes, and three steps
     assert host.idle().jobs_to_end == {}
@@ -172,7 +172,7 @@ def test_only_the_deadline_ends_a_load_where_loads_are_wanted_always() -> None:
     clock = Clock()
     host = make_host(clock=clock, load_if_faster=False)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.note_step(1000, 1.0)
+    host.scheduler.cost.learn_step(1000, 1.0)
     load(host, Request("b", PROMPT))
     clock.now += 1.9
     assert host.idle().jobs_to_end == {}
@@ -182,7 +182,7 @@ def test_a_load_refused_at_once_says_nothing_of_the_bus() -> None:
     clock = Clock()
     host = make_host(clock=clock)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.note_step(1000, 1.0)
+    host.scheduler.cost.learn_step(1000, 1.0)
     job, _ = load(host, Request("b", PROMPT))
     clock.now += 0.03  # a step's time
     host.refuse(job)

@@ -1,4 +1,4 @@
-"""The scheduler's side over tiers: when a request waits for them, for how long, and what is said of it."""
+"""The scheduler's side over tiers: when a request waits for them, for how long, and its explanation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from kvtier.connector import KVConnectorOutput, OffloadingConnectorScheduler
 from kvtier.events.tracker import Description
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.keys import OffloadKey, hash_blocks, make_offload_key
-from kvtier.offload import MissReason
-from kvtier.tiers.base import Outcome, TierChange
+from kvtier.residency import MissReason, OffloadingEvent
 
 PROMPT = list(range(100, 126))  # 26 tokens: six blocks and a tail
 
@@ -66,7 +65,7 @@ class TieredHost:
         self.scheduler.check()
 
     def promote(self, request: Request) -> None:
-        """Have a request's wish fulfilled."""
+        """Have a request's rows promoted."""
         assert self.ask(request) is None
         self.host.idle()
         self.clock.now += 0.01
@@ -94,13 +93,13 @@ class TieredHost:
             self.host.report(job_id)
 
     def learn(self, seconds_per_token: float, seconds_per_byte: float) -> None:
-        """Teach the price of computing and of the disk."""
+        """Teach the cost of computing and of the disk."""
         for _ in range(50):
-            self.scheduler.cost.note_step(1000, 1000 * seconds_per_token)
-            self.scheduler.cost.price_of("disk").note(10**6, 10**6 * seconds_per_byte)
+            self.scheduler.cost.learn_step(1000, 1000 * seconds_per_token)
+            self.scheduler.cost.promotion_estimate("disk").learn(10**6, 10**6 * seconds_per_byte)
 
 
-def test_a_prompt_on_disk_is_brought_and_then_loaded() -> None:
+def test_a_prompt_on_disk_is_promoted_and_then_loaded() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     request = Request("a", PROMPT)
@@ -109,7 +108,7 @@ def test_a_prompt_on_disk_is_brought_and_then_loaded() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == keys_of(PROMPT)
+    assert job.keys == keys_of(PROMPT)
     assert host.ask(request) is None
     host.tier.finish(job.job_id)
     host.end_step()
@@ -131,17 +130,17 @@ def test_a_step_promotes_a_bounded_number_of_chunks_in_turn() -> None:
         assert all(host.ask(request) is None for request in requests)
         host.host.idle()
         jobs = list(host.tier.promotions.values())
-        assert sum(len(job.rows) for job in jobs[under_way:]) <= 2048 + 400, "the last may go beyond"
+        assert sum(len(job) for job in jobs[under_way:]) <= 2048 + 400, "the last may go beyond"
         under_way = len(jobs)
         host.end_step()
-    assert 4096 <= sum(len(job.rows) for job in jobs) <= 4096 + 400, "no more wait at a time"
-    assert [job.rows[0].key for job in jobs] == [keys_of(request.tokens)[0] for request in requests[:11]]
+    assert 4096 <= sum(len(job) for job in jobs) <= 4096 + 400, "no more wait at a time"
+    assert [job.keys[0] for job in jobs] == [keys_of(request.tokens)[0] for request in requests[:11]]
     host.clock.now = 100.0  # all time out in one step
     host.end_step()
     assert [host.ask(request) for request in requests[:11]] == [0] * 11
     assert all(host.ask(request) is None for request in requests[11:])
     host.host.idle()
-    assert [job.rows[0].key for job in host.tier.promotions.values()] == [
+    assert [job.keys[0] for job in host.tier.promotions.values()] == [
         keys_of(request.tokens)[0] for request in requests[11:17]
     ]
 
@@ -158,14 +157,14 @@ def test_a_prefix_in_memory_and_its_end_on_disk() -> None:
     assert explanation.from_tiers == {"cpu": 12, "disk": 12}
 
 
-def test_it_waits_once_per_admission() -> None:
+def test_a_request_is_promoted_once_per_admission() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     request = Request("a", PROMPT)
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions
-    host.tier.finish(job, outcome=Outcome.FAILED)
+    host.tier.finish(job, outcome=MissReason.IO_FAILED)
     host.end_step()
     assert [host.ask(request) for _ in range(3)] == [0, 0, 0]
     assert not host.tier.promotions
@@ -173,10 +172,10 @@ def test_it_waits_once_per_admission() -> None:
     host.host.run_more(request, 26, 0, preempted_req_ids={"a"})
     assert host.ask(request) == 24, "it was computed, and is in the pool"
     host.tiered.pool.reset_cache()
-    assert host.ask(request) is None, "after a preemption it may wish again"
+    assert host.ask(request) is None, "after a preemption it may be promoted again"
 
 
-def test_at_the_deadline_what_has_come_is_loaded() -> None:
+def test_arrived_rows_are_loaded_at_the_deadline() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     request = Request("a", PROMPT)
@@ -184,7 +183,7 @@ def test_at_the_deadline_what_has_come_is_loaded() -> None:
     host.host.idle()
     (job,) = host.tier.promotions.values()
     host.tier.begun = set(keys_of(PROMPT))
-    host.tier.finish_rows(job.job_id, keys_of(PROMPT)[:2])
+    host.tier.finish_rows(job, keys_of(PROMPT)[:2])
     host.end_step()
     assert host.ask(request) is None
     host.clock.now = 2.5
@@ -198,7 +197,7 @@ def test_at_the_deadline_what_has_come_is_loaded() -> None:
     assert explanation.misses["disk"] is MissReason.TOO_SLOW
 
 
-def test_what_is_slower_than_computing_is_not_brought() -> None:
+def test_a_promotion_slower_than_computing_is_not_done() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 1.1)
@@ -211,7 +210,7 @@ def test_what_is_slower_than_computing_is_not_brought() -> None:
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_bytes_that_the_tier_moves_first_count(queued: bool) -> None:
+def test_queued_bytes_of_the_tier_count(queued: bool) -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 0.9)
@@ -234,7 +233,7 @@ def test_waiting_costs_nothing_while_others_are_computed(is_busy: bool) -> None:
     assert host.ask(Request("a", PROMPT)) == (None if is_busy else 0)
 
 
-def test_patience_is_what_computing_takes_and_the_deadline_without_prices() -> None:
+def test_the_wait_budget_is_the_time_to_compute_or_the_deadline() -> None:
     host = TieredHost()
     host.tier.held = set(keys_of(PROMPT))
     assert host.ask(Request("a", PROMPT)) is None
@@ -257,14 +256,14 @@ def test_patience_is_what_computing_takes_and_the_deadline_without_prices() -> N
     assert host.ask(long) == 0
 
 
-def test_prices_are_learnt_and_kept_for_later() -> None:
+def test_cost_estimates_are_learnt_and_kept() -> None:
     host = TieredHost()
     host.tier.prices = {"seconds_per_byte": 3e-9}
     host.end_step()
-    assert host.scheduler.cost.price_of("disk").seconds_per_byte == 3e-9
+    assert host.scheduler.cost.promotion_estimate("disk").seconds_per_byte == 3e-9
     host.tier.held = set(keys_of(PROMPT))
     host.promote(Request("a", PROMPT))
-    learnt = host.scheduler.cost.price_of("disk").seconds_per_byte
+    learnt = host.scheduler.cost.promotion_estimate("disk").seconds_per_byte
     assert learnt != 3e-9
     host.scheduler.shutdown()
     assert host.tier.prices == {"seconds_per_byte": learnt}
@@ -277,9 +276,9 @@ def test_a_lost_promotion_is_a_lower_bound() -> None:
     host.host.idle()
     (job,) = host.tier.promotions
     host.clock.now = 2.0
-    host.tier.finish(job, outcome=Outcome.LATE)
+    host.tier.finish(job, outcome=MissReason.TOO_SLOW)
     host.end_step()
-    assert host.scheduler.cost.price_of("disk").seconds_per_byte == pytest.approx(2.0 / (6 * ROW))
+    assert host.scheduler.cost.promotion_estimate("disk").seconds_per_byte == pytest.approx(2.0 / (6 * ROW))
 
 
 def test_windows_come_first_and_all_or_nothing() -> None:
@@ -290,7 +289,7 @@ def test_windows_come_first_and_all_or_nothing() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == window[4:6] + full
+    assert job.keys == window[4:6] + full
     host.tier.finish(job.job_id)
     host.end_step()
     host.load(request, groups=2)
@@ -360,13 +359,13 @@ def test_rows_that_a_restart_brought_are_announced_in_full() -> None:
     first.host.cache(Request("a", PROMPT))
     first.end_step()
     (job,) = first.tier.demotions.values()
-    told = {row.key: row.description for row in job.rows}
+    told = {key: job.describe(at) for at, key in enumerate(job.keys)}
     assert all(told.values())
     second = TieredHost()
     keys = keys_of(PROMPT)
     second.tier.held = set(keys)
     descriptions = tuple(told[key] for key in keys[:4]) + (b"", b"\xc1 nonsense")
-    second.tier._events.append(TierChange(tuple(keys), "STORAGE", False, descriptions))
+    second.tier._events.append(OffloadingEvent(keys, "STORAGE", False, descriptions))
     full, *placeholders = second.scheduler.take_events()
     assert isinstance(full, BlockStored)
     assert (full.medium, full.token_ids, full.block_hashes) == (
@@ -383,7 +382,7 @@ def test_rows_that_a_restart_brought_are_announced_in_full() -> None:
     )
 
 
-def test_a_row_is_told_to_be_below_before_it_leaves_the_pool() -> None:
+def test_a_row_is_announced_below_before_it_leaves_the_pool() -> None:
     host = TieredHost(num_slots=24)
     host.host.cache(Request("a", PROMPT))
     host.end_step()

@@ -110,7 +110,7 @@ class StoresFail(FaultPlan):
         return (Fault.FAIL if transfer_type[0] == GPULoadStoreSpec.medium() else None), 0.0
 
 
-def test_what_the_first_could_not_store_is_not_there(make: Make) -> None:
+def test_a_chunk_that_the_first_rank_could_not_store_is_absent(make: Make) -> None:
     engine = make(2, 2, [1, 1], plan=StoresFail(0, 0.0))
     engine.compute("a")
     assert engine.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (0, False)

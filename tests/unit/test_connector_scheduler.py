@@ -211,7 +211,7 @@ def test_why_a_load_did_not_arrive_is_told_as_it_was(
     ("limit", "told"),
     [(8, (MissReason.LIMITED, 8)), (0, (MissReason.LIMITED, 0)), (24, (None, None)), (99, (None, None))],
 )
-def test_what_a_request_does_not_let_load_is_told(
+def test_a_request_that_limits_its_loads_is_explained(
     limit: int, told: tuple[MissReason | None, int | None]
 ) -> None:
     """A null says that only the unfinished end was computed."""
@@ -412,9 +412,9 @@ def test_no_convoy_where_computing_is_faster_than_the_load_under_way() -> None:
     clock = Clock()
     host = make_host(clock=clock)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.note_load(64, 10.0)
+    host.scheduler.cost.learn_load(64, 10.0)
     load(host, Request("b", PROMPT))
-    host.scheduler.cost.note_step(1000, 0.001)
+    host.scheduler.cost.learn_step(1000, 0.001)
     assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (0, False)
     assert host.scheduler.stats.not_worth == 1
 
@@ -423,8 +423,8 @@ def test_a_load_slower_than_computing_is_not_done_unless_told_so() -> None:
     for settings, expected in (({}, (0, False)), ({"load_if_faster": False}, (24, True))):
         host = make_host(**settings)  # type: ignore[arg-type]
         host.cache(Request("a", PROMPT))
-        host.scheduler.cost.note_load(64, 10.0)
-        host.scheduler.cost.note_step(1000, 0.001)
+        host.scheduler.cost.learn_load(64, 10.0)
+        host.scheduler.cost.learn_step(1000, 0.001)
         request = Request("b", PROMPT)
         assert host.scheduler.get_num_new_matched_tokens(request, 0) == expected
         if expected == (0, False):
@@ -636,8 +636,8 @@ def test_a_load_that_should_be_in_does_not_hold_up_the_next() -> None:
     first, second = list(range(1, 26)), list(range(101, 126))
     for index, prompt in enumerate((first, second)):
         host.cache(Request(f"cached {index}", prompt))
-    host.scheduler.cost.note_step(100, 4.0)  # a prompt takes a second to compute, and 0.6 to load
-    host.scheduler.cost.note_load(_load_bytes(host, 24), 0.6)
+    host.scheduler.cost.learn_step(100, 4.0)  # a prompt takes a second to compute, and 0.6 to load
+    host.scheduler.cost.learn_load(_load_bytes(host, 24), 0.6)
     load(host, Request("b", first))
     assert host.scheduler.get_num_new_matched_tokens(Request("c", second), 0) == (0, False), (
         "1.2 s with the wait"
@@ -654,8 +654,8 @@ def test_prompts_that_wait_to_be_computed_speak_for_a_load() -> None:
     prompts = [list(range(100 * index, 100 * index + 25)) for index in range(8)]
     for index, prompt in enumerate(prompts):
         host.cache(Request(f"cached {index}", prompt))
-    host.scheduler.cost.note_step(100, 4.0)
-    host.scheduler.cost.note_load(_load_bytes(host, 24), 0.4)
+    host.scheduler.cost.learn_step(100, 4.0)
+    host.scheduler.cost.learn_load(_load_bytes(host, 24), 0.4)
     loaded = []
     for index, prompt in enumerate(prompts):
         request = Request(f"again {index}", prompt)
@@ -675,7 +675,7 @@ def test_long_steps_do_not_make_a_load_look_slow() -> None:
     clock = Clock()
     host = make_host(clock=clock)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.note_step(8192, 0.25)
+    host.scheduler.cost.learn_step(8192, 0.25)
     job, _ = load(host, Request("b", PROMPT))
     clock.now += 0.7
     assert host.idle().jobs_to_end == {}

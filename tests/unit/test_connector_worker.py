@@ -260,7 +260,7 @@ def test_jobs_of_a_step_that_was_cut_off_are_reported_with_the_next(config: Offl
     rank.close()
 
 
-def test_what_a_worker_does_not_know_it_reports_as_failed_when_asked(config: OffloadingConfig) -> None:
+def test_an_unknown_job_is_reported_as_failed_when_asked_for(config: OffloadingConfig) -> None:
     """It never came here.
 
     Its request is named once, however often the order stands: some engines count that.
@@ -423,7 +423,7 @@ def test_a_result_that_contradicts_itself_is_a_failure_of_all_blocks(
 
 
 @pytest.mark.parametrize("results", [None, [None], [TransferResult([7], True)]])
-def test_what_is_no_result_is_lost_and_costs_no_step(config: OffloadingConfig, results: Any) -> None:
+def test_a_result_of_another_type_is_lost_and_costs_no_step(config: OffloadingConfig, results: Any) -> None:
     rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
     assert rank.worker.connector_worker is not None
     handler = rank.worker.connector_worker._handlers["CPU", "GPU"]
@@ -454,7 +454,7 @@ def test_a_request_that_was_named_is_not_in_the_rest_of_the_output(config: Offlo
     rank.close()
 
 
-def test_what_a_rank_has_not_named_is_not_waited_for_without_a_bound() -> None:
+def test_the_wait_for_a_rank_to_name_requests_is_bounded() -> None:
     """Three containers grew by an entry for every output that was lost, and each step looked at all."""
     aggregator = OutputAggregator(2, most_waiting=8)
     for number in range(100):

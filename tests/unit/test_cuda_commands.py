@@ -1,6 +1,4 @@
-"""Compiled commands tell the driver what those in Python tell it, call by call; the driver only writes it
-down.
-"""
+"""Compiled commands make the same calls of the driver as those in Python; the driver only records them."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from kvtier.testing.caches import make_caches, make_config
 from kvtier.transfer.cuda.commands import (
     CommandKind,
     CopyPages,
+    KernelArgs,
     LaunchKernel,
-    Note,
     Placeholder,
-    Plain,
     PythonSubmitter,
-    TellKernel,
+    SimpleBounds,
+    WriteArgs,
     make_submitter,
 )
 from kvtier.transfer.cuda.driver import Launch
@@ -57,8 +55,8 @@ maybe = st.one_of(st.just(0), numbers)
 @compiled_only
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.integers(1, 40), st.booleans(), st.booleans(), st.lists(maybe, min_size=3, max_size=3))
-def test_kernels_are_told_and_launched_alike(
-    fake: FakeDriver, data: st.DataObject, size: int, in_pool: bool, hears: bool, events: list[int]
+def test_kernels_get_the_same_arguments_and_launches(
+    fake: FakeDriver, data: st.DataObject, size: int, in_pool: bool, has_copy: bool, events: list[int]
 ) -> None:
     blocks = np.array(data.draw(st.lists(numbers, min_size=2 * size, max_size=2 * size)), np.int64)[::2]
     rows = Rows(blocks >> 16 if in_pool else None, data.draw(numbers), data.draw(st.integers(1, 1 << 10)))
@@ -66,18 +64,18 @@ def test_kernels_are_told_and_launched_alike(
     last = data.draw(st.integers(first + 1, size))
     offset, stream = data.draw(numbers), data.draw(numbers)
     kernel = Launch(*(data.draw(st.integers(1, 1 << 20)) for _ in Launch._fields))
-    told = [(ctypes.c_int64 * 100)() for _ in range(2)]
+    written = [(ctypes.c_int64 * 100)() for _ in range(2)]
     fake.calls.clear()
     calls = []
-    for form, memory in zip(forms(), told, strict=True):
-        note = Note(ctypes.addressof(memory), *((7, 8, 9) if hears else (0, 0, 0)), most_blocks=50)
-        form.tell(note, blocks, first, last, rows, offset)
-        form.launch(kernel, note, last - first, stream, *events)
-        calls.append([tuple("told" if arg == note.told else arg for arg in call) for call in fake.calls])
+    for form, memory in zip(forms(), written, strict=True):
+        args = KernelArgs(ctypes.addressof(memory), *((7, 8, 9) if has_copy else (0, 0, 0)), max_blocks=50)
+        form.write_args(args, blocks, first, last, rows, offset)
+        form.launch(kernel, args, last - first, stream, *events)
+        calls.append([tuple("args" if arg == args.host else arg for arg in call) for call in fake.calls])
         fake.calls.clear()
     assert calls[0] == calls[1]
-    assert told[0][:] == told[1][:]
-    assert told[0][: last - first] == blocks[first:last].tolist()
+    assert written[0][:] == written[1][:]
+    assert written[0][: last - first] == blocks[first:last].tolist()
 
 
 @compiled_only
@@ -92,7 +90,7 @@ def test_ranges_are_copied_alike(
     to_pool: bool,
     has_batches: bool,
 ) -> None:
-    """Blocks and places are drawn from few, so that many are neighbours, at one end or at both, and some
+    """Blocks and rows are drawn from few, so that many are neighbours, at one end or at both, and some
     across a seam.
     """
     page = data.draw(st.sampled_from([512, 1 << 20]))
@@ -134,11 +132,14 @@ def test_questions_are_answered_alike(fake: FakeDriver) -> None:
 @compiled_only
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(-1, 12), max_size=6), st.lists(st.integers(-1, 10), max_size=6), st.booleans())
-def test_a_plain_job_has_all_blocks_and_slots_and_an_engine_that_is_idle(
+def test_a_job_is_simple_if_all_ids_are_valid_and_the_engine_is_idle(
     fake: FakeDriver, blocks: list[int], slots: list[int], busy: bool
 ) -> None:
-    plain, ids = Plain(POOL, 512, num_blocks=12, num_slots=10), (np.array(blocks, int), np.array(slots, int))
-    is_plain = (
+    bounds, ids = (
+        SimpleBounds(POOL, 512, num_blocks=12, num_slots=10),
+        (np.array(blocks, int), np.array(slots, int)),
+    )
+    is_simple = (
         len(blocks) == len(slots) > 0
         and not busy
         and {*blocks} <= {*range(1, 12)}
@@ -146,8 +147,8 @@ def test_a_plain_job_has_all_blocks_and_slots_and_an_engine_that_is_idle(
     )
     fake.failing = {"cuStreamQuery": 600} if busy else {}
     compiled, python = forms()
-    assert compiled.is_plain(plain, *ids, 7) == is_plain
-    assert python.is_plain(plain, *ids, 7) is False
+    assert compiled.is_simple(bounds, *ids, 7) == is_simple
+    assert python.is_simple(bounds, *ids, 7) is False
 
 
 @compiled_only
@@ -157,7 +158,7 @@ def test_scripts_are_played_command_by_command(
     fake: FakeDriver, data: st.DataObject, which: list[CommandKind], start: int, wait: int
 ) -> None:
     memory = (ctypes.c_int64 * 16)()
-    note = Note(ctypes.addressof(memory), 0, 0, 0, most_blocks=4)
+    args = KernelArgs(ctypes.addressof(memory), 0, 0, 0, max_blocks=4)
     blocks, rows = np.array([5, 6, 7, 8]), Rows(np.array([3, 1, 2, 0]), POOL, 64)
     first = data.draw(st.integers(0, 3))
     last = data.draw(st.integers(first + 1, 4))
@@ -166,9 +167,9 @@ def test_scripts_are_played_command_by_command(
     span = own.FIRST, own.LAST
     any_rows, any_blocks = st.sampled_from([own.ROWS, ROWS]), st.sampled_from([own.BLOCKS, None])
     commands_of = {
-        CommandKind.TELL: lambda: TellKernel(note, own.BLOCKS, *span, data.draw(any_rows), 8),
+        CommandKind.WRITE_ARGS: lambda: WriteArgs(args, own.BLOCKS, *span, data.draw(any_rows), 8),
         CommandKind.LAUNCH: lambda: LaunchKernel(
-            KERNEL, note, own.COUNT, 1, data.draw(either), data.draw(wait_for), 23
+            KERNEL, args, own.COUNT, 1, data.draw(either), data.draw(wait_for), 23
         ),
         CommandKind.COPY: lambda: CopyPages(
             PAGES, data.draw(any_blocks), *span, own.ROWS, 1, 2, 3, data.draw(st.sampled_from([0, 20])),
@@ -180,7 +181,7 @@ def test_scripts_are_played_command_by_command(
     given |= {"start": start, "wait": wait}
     one_by_one = PythonSubmitter(pool_map(), to_pool=True)
     calls = {
-        TellKernel: one_by_one.tell,
+        WriteArgs: one_by_one.write_args,
         LaunchKernel: one_by_one.launch,
         CopyPages: one_by_one.copy,
     }
@@ -188,19 +189,19 @@ def test_scripts_are_played_command_by_command(
     for command in script:
         arguments = command[:-1]
         calls[type(command)](*(given[item] if isinstance(item, str) else item for item in arguments))
-    expected, told = list(fake.calls), memory[:]
+    expected, written = list(fake.calls), memory[:]
     for form in forms():
         memory[:] = [0] * 16
         fake.calls.clear()
         form.play(script, *given.values())
         assert fake.calls == expected
-        assert memory[:] == (told if CommandKind.TELL in which else [0] * 16)
+        assert memory[:] == (written if CommandKind.WRITE_ARGS in which else [0] * 16)
 
 
-NOTE = Note(0, 0, 0, 0, 4)
+ARGS = KernelArgs(0, 0, 0, 0, 4)
 KERNEL = Launch(1, 1, 0, 1, 1, 1, 1)
 IDS = np.arange(4)
-COMMAND = LaunchKernel(KERNEL, NOTE, Placeholder.COUNT, 1, 0, 0, 0)
+COMMAND = LaunchKernel(KERNEL, ARGS, Placeholder.COUNT, 1, 0, 0, 0)
 ROWS = Rows(IDS, POOL, 2048)
 PAGES = Pages(*(np.array([value]) for value in (0, 64, 64, 0)))
 
@@ -209,10 +210,10 @@ PAGES = Pages(*(np.array([value]) for value in (0, 64, 64, 0)))
 @pytest.mark.parametrize(
     ("failing", "call", "args"),
     [
-        ("cuLaunchKernel", "launch", (KERNEL, NOTE, 0, 1, 0, 0, 0)),
-        ("cuEventRecord", "launch", (KERNEL, NOTE, 0, 1, 2, 0, 0)),
-        ("cuStreamWaitEvent", "launch", (KERNEL, NOTE, 0, 1, 0, 2, 0)),
-        ("cuMemcpyAsync", "tell", (Note(0, 1, 2, 3, 4), IDS, 0, 0, ROWS, 0)),
+        ("cuLaunchKernel", "launch", (KERNEL, ARGS, 0, 1, 0, 0, 0)),
+        ("cuEventRecord", "launch", (KERNEL, ARGS, 0, 1, 2, 0, 0)),
+        ("cuStreamWaitEvent", "launch", (KERNEL, ARGS, 0, 1, 0, 2, 0)),
+        ("cuMemcpyAsync", "write_args", (KernelArgs(0, 1, 2, 3, 4), IDS, 0, 0, ROWS, 0)),
         ("cuStreamWaitEvent", "copy", (PAGES, None, 0, 1, ROWS, 1, 0, 0, 2, 0, 0, 0)),
         ("cuMemcpyAsync", "copy", (PAGES, None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0, 0)),
         ("cuMemcpyBatchAsync", "copy", (PAGES, None, 0, 4, ROWS, 1, 0, 0, 0, 0, 0, 0)),
@@ -223,7 +224,7 @@ PAGES = Pages(*(np.array([value]) for value in (0, 64, 64, 0)))
         ("cuEventElapsedTime", "seconds_between", (1, 2)),
     ],
 )
-def test_a_call_that_fails_is_told_by_its_name(
+def test_a_failed_call_raises_with_the_name_of_its_error(
     fake: FakeDriver, failing: str, call: str, args: tuple[Any, ...]
 ) -> None:
     fake.failing = {failing: 719}
@@ -231,26 +232,26 @@ def test_a_call_that_fails_is_told_by_its_name(
         fake.calls.clear()
         with pytest.raises(TransferError, match=r"CUDA_ERROR_719 \(719\)"):
             getattr(form, call)(*args)
-        assert fake.calls[-1][0] == failing, "nothing is told to a stream after what failed"
+        assert fake.calls[-1][0] == failing, "nothing is enqueued after the failed call"
 
 
 @compiled_only
 @pytest.mark.parametrize(
     ("call", "args"),
     [
-        ("tell", (NOTE, IDS, 0, 5, ROWS, 0)),
-        ("tell", (NOTE._replace(most_blocks=3), IDS, 0, 4, ROWS, 0)),
-        ("tell", (NOTE, IDS, -1, 3, ROWS, 0)),
-        ("tell", (NOTE, IDS, 3, 2, ROWS, 0)),
-        ("tell", (NOTE, None, 0, 4, ROWS, 0)),
-        ("tell", (NOTE, IDS, 0, 4, ROWS._replace(ids=IDS[:2]), 0)),
-        ("tell", (NOTE, IDS, 0, 4, ROWS._replace(base=None), 0)),
-        ("tell", (NOTE, IDS.astype(np.int32), 0, 4, ROWS, 0)),
-        ("tell", (NOTE[:4], IDS, 0, 4, ROWS, 0)),
-        ("tell", (NOTE, IDS, 0, 4, ROWS)),
-        ("launch", (KERNEL[:3], NOTE, 1, 1, 0, 0, 0)),
-        ("launch", (KERNEL, NOTE, None, 1, 0, 0, 0)),
-        ("launch", (KERNEL, NOTE, 1, 1, 0, 0)),
+        ("write_args", (ARGS, IDS, 0, 5, ROWS, 0)),
+        ("write_args", (ARGS._replace(max_blocks=3), IDS, 0, 4, ROWS, 0)),
+        ("write_args", (ARGS, IDS, -1, 3, ROWS, 0)),
+        ("write_args", (ARGS, IDS, 3, 2, ROWS, 0)),
+        ("write_args", (ARGS, None, 0, 4, ROWS, 0)),
+        ("write_args", (ARGS, IDS, 0, 4, ROWS._replace(ids=IDS[:2]), 0)),
+        ("write_args", (ARGS, IDS, 0, 4, ROWS._replace(base=None), 0)),
+        ("write_args", (ARGS, IDS.astype(np.int32), 0, 4, ROWS, 0)),
+        ("write_args", (ARGS[:4], IDS, 0, 4, ROWS, 0)),
+        ("write_args", (ARGS, IDS, 0, 4, ROWS)),
+        ("launch", (KERNEL[:3], ARGS, 1, 1, 0, 0, 0)),
+        ("launch", (KERNEL, ARGS, None, 1, 0, 0, 0)),
+        ("launch", (KERNEL, ARGS, 1, 1, 0, 0)),
         ("copy", (PAGES, None, 0, 5, ROWS, 1, 0, 0, 0, 0, 0, 0)),
         ("copy", (PAGES, None, 0, 4, None, 1, 0, 0, 0, 0, 0, 0)),
         ("copy", (PAGES, IDS[:3], 0, 4, ROWS, 1, 0, 0, 0, 0, 0, 0)),
@@ -273,7 +274,7 @@ def test_a_call_that_fails_is_told_by_its_name(
         ("play", ((COMMAND._replace(done="start"),), IDS, 0, 1, 1, ROWS, None, 0)),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_driver_is_told(
+def test_bad_arguments_are_refused_before_any_call(
     fake: FakeDriver, call: str, args: tuple[Any, ...]
 ) -> None:
     with pytest.raises((TypeError, ValueError)):

@@ -23,8 +23,8 @@ class StreamDriver(FakeDriver):
         self.cuStreamCreateWithPriority = self._function("cuStreamCreateWithPriority")
         self.cuStreamDestroy_v2 = self._function("cuStreamDestroy_v2")
 
-    def _cuStreamCreateWithPriority(self, place: int, flags: int, priority: int) -> tuple[Any, ...]:
-        c_uint64.from_address(place).value = self.made
+    def _cuStreamCreateWithPriority(self, address: int, flags: int, priority: int) -> tuple[Any, ...]:
+        c_uint64.from_address(address).value = self.made
         self.made += 1
         return flags, priority
 

@@ -18,20 +18,18 @@ from kvtier.config import OffloadingConfig, parse_size
 from kvtier.errors import LayoutError, TransferError
 from kvtier.pool import Pool
 from kvtier.testing.caches import make_caches, make_config
-from kvtier.testing.handler_suite import PATIENCE, Handlers, HandlerSuite, Rig, finish
+from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, finish
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingHandler,
-    TransferSpec,
 )
 from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import RUN_AHEAD
-from kvtier.transfer.cuda.memory import BUFFERS
+from kvtier.transfer.cuda.memory import BUFFERS, Pinning
 from kvtier.transfer.cuda.pieces import Ints, Piece, Rows
-from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.layout import canonicalize
 
 
@@ -56,7 +54,7 @@ class HostLane:
 
     def timer(self) -> None: ...
 
-    def take_back(self, fence: threading.Event, timer: None) -> None: ...
+    def recycle(self, fence: threading.Event, timer: None) -> None: ...
 
     def is_over(self, fence: threading.Event) -> bool:
         return fence.is_set()
@@ -64,10 +62,10 @@ class HostLane:
     def wait_over(self, fence: threading.Event) -> None:
         fence.wait()
 
-    def is_plain(self, blocks: Ints, slots: Ints) -> bool:
+    def is_simple(self, blocks: Ints, slots: Ints) -> bool:
         return False
 
-    has_plain_jobs = False
+    has_simple_jobs = False
 
     def enqueue(
         self, piece: Piece, blocks: Ints, rows: Rows, timer: None, oldest: int | None, *, is_last: bool
@@ -75,7 +73,7 @@ class HostLane:
         if self.broken is not None:
             raise self.broken
         part, first, last, _ = piece
-        ranges = self._memory.pool_map.ranges(part.pages, blocks[first:last], rows.places(first, last))
+        ranges = self._memory.pool_map.ranges(part.pages, blocks[first:last], rows.addresses(first, last))
         with self._lock:
             assert len(self._copies) - self._arrived < RUN_AHEAD
             assert self._arrived >= (len(self._copies) if oldest is None else oldest)
@@ -93,9 +91,6 @@ class HostLane:
         with self._lock:
             while self._arrived <= number:
                 self._arrive()
-
-    def let_follow(self, number: int) -> None:
-        self.wait_done(number)  # on a device the stream would wait
 
     def drain(self) -> None:
         self.wait_done(len(self._copies) - 1)
@@ -134,7 +129,6 @@ class TestJobs(HandlerSuite):
             pool,
             config,
             staging_bytes=self.staging_bytes,
-            stage_bytes=1,
             pinning=self.pinning(pool),
         )
         store = HostStore(memory, config.settings.store_deadline, clock=clock)
@@ -165,25 +159,6 @@ class TestJobsInManyPieces(TestJobs):
     """Buffers of 64 bytes: the thread has to wait for room."""
 
     staging_bytes = 1024
-
-
-class LoadByLayer(HostLoad):
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return self.transfer_by_layer(job_id, spec)
-
-
-class TestJobsByLayer(TestJobs):
-    """Every load comes layer by layer."""
-
-    staging_bytes = 32 << 10
-
-    def make_handlers(
-        self, config: OffloadingConfig, kv_caches: CanonicalKVCaches, clock: Callable[[], float]
-    ) -> Handlers:
-        store, load, rows = super().make_handlers(config, kv_caches, clock)
-        assert isinstance(load, HostLoad)
-        load.__class__ = LoadByLayer
-        return Handlers(store, load, rows)
 
 
 class TestJobsByTheThreadAlone(TestJobs):
@@ -272,32 +247,6 @@ def test_caches_that_do_not_fit_the_config_are_refused() -> None:
         CudaMemory(canonicalize(other.layers, other.groups), pool, config, pinning=pretend_to_pin(pool))
 
 
-def test_the_first_layer_of_a_load_can_be_had_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(TestJobsByLayer(), "kv_first", page=4096)
-    lane = lane_of(rig.load)
-    # Only who waits makes pieces arrive.
-    monkeypatch.setattr(lane, "is_done", lambda number: lane._arrived > number)
-    gpu, cpu = GPULoadStoreSpec(range(1, 9)), CPULoadStoreSpec(range(8))
-    assert rig.run_store(0, gpu, cpu).success
-    arrived = []
-    assert rig.load.transfer_by_layer(1, (cpu, gpu))
-    for name in rig.caches.layers:
-        assert rig.load.await_layer(1, name, PATIENCE)
-        arrived.append(lane._arrived)
-    assert arrived == [8, 16, 24]
-    assert finish(rig.load, 1).success
-    rig.close()
-
-
-def test_a_load_that_is_ended_promises_no_layer(rig: Rig) -> None:
-    lane_of(rig.load).engine_is_idle.clear()
-    assert rig.load.transfer_by_layer(1, (CPULoadStoreSpec([0]), GPULoadStoreSpec([1])))
-    assert not rig.load.await_layer(1, "group0.layer0", 0.002)
-    rig.load.cancel({1})
-    assert not rig.load.await_layer(1, "group0.layer0", 1)
-    lane_of(rig.load).engine_is_idle.set()
-
-
 @pytest.mark.parametrize("staging", ["1MiB", "256MiB"])
 def test_buffers_take_what_the_settings_say(staging: str) -> None:
     caches = make_caches("kv_first", page=4096)
@@ -308,15 +257,4 @@ def test_buffers_take_what_the_settings_say(staging: str) -> None:
         canonicalize(caches.layers, caches.groups), pool, config, pinning=pretend_to_pin(pool)
     )
     assert memory.staging_bytes == 2 * BUFFERS * memory.piece_bytes == parse_size(staging)
-    pool.close()
-
-
-def test_small_blocks_do_not_come_layer_by_layer() -> None:
-    caches = make_caches("kv_first", page=4096)
-    config = make_config(caches)
-    pool = Pool.open("test", config.num_slots, config.row_bytes)
-    memory = CudaMemory(
-        canonicalize(caches.layers, caches.groups), pool, config, pinning=pretend_to_pin(pool)
-    )
-    assert memory.stages == []
     pool.close()

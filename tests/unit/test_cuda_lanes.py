@@ -28,8 +28,8 @@ from kvtier.transfer.cuda import (
 from kvtier.transfer.cuda.commands import PythonSubmitter
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import Begun, LoadLane, StoreLane
+from kvtier.transfer.cuda.memory import Pinning
 from kvtier.transfer.cuda.pieces import Piece, group_sizes
-from kvtier.transfer.cuda.pinning import Pinning
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ class TestPythonSubmitter(TestManyPieces):
 @compiled_only
 @pytest.mark.parametrize("options", [{}, {"staging_bytes": 1 << 16}, {"direct_bytes": 1}])
 @pytest.mark.parametrize("seed", range(4))
-def test_both_forms_tell_the_driver_the_same(
+def test_both_forms_make_the_same_calls(
     seed: int, options: dict[str, Any], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to the numbers of streams and events; addresses differ."""
@@ -122,7 +122,7 @@ def test_both_forms_tell_the_driver_the_same(
     monkeypatch.setattr(lanes, "ALONE_BYTES", random.Random(seed).choice([1, 1 << 30]))
     suite = TestLanes()
     monkeypatch.setattr(TestLanes, "options", options)
-    told = []
+    calls = []
     for compiled in (commands.CompiledSubmitter, None):
         monkeypatch.setattr(commands, "CompiledSubmitter", compiled)
         fake.kernels.clear()
@@ -133,9 +133,9 @@ def test_both_forms_tell_the_driver_the_same(
             assert isinstance(handler._lane._submitter, PythonSubmitter) == (compiled is None)
             enqueue_some(random.Random(seed), rig, handler)
         rig.close()
-        told.append([(name, small_numbers(args)) for name, *args in fake.calls])
-    assert told[0] == told[1]
-    assert ("cuLaunchKernel" in {name for name, _ in told[0]}) == ("direct_bytes" not in options)
+        calls.append([(name, small_numbers(args)) for name, *args in fake.calls])
+    assert calls[0] == calls[1]
+    assert ("cuLaunchKernel" in {name for name, _ in calls[0]}) == ("direct_bytes" not in options)
 
 
 def enqueue_some(rng: random.Random, rig: Rig, handler: CudaHandler) -> None:
@@ -168,11 +168,11 @@ class CopyEngine:
                 case "cuEventRecord", [event, stream]:
                     ended[stream] = event
                 case "cuMemcpyAsync", [_, _, size, stream]:
-                    self._note(stream, size, waited, ended)
+                    self._record(stream, size, waited, ended)
                 case "cuMemcpyBatchAsync", [_, _, sizes, *_, stream]:
-                    self._note(stream, sum(sizes), waited, ended)
+                    self._record(stream, sum(sizes), waited, ended)
 
-    def _note(self, stream: int, size: int, waited: dict[int, set[int]], ended: dict[int, int]) -> None:
+    def _record(self, stream: int, size: int, waited: dict[int, set[int]], ended: dict[int, int]) -> None:
         if self.bursts and self.bursts[-1][0] == stream:
             size += self.bursts.pop()[1]
         elif self.bursts:
@@ -201,7 +201,7 @@ def test_stores_give_way_to_the_copies_of_others(
     handler = rig.store if way == "store" else rig.load
     assert isinstance(handler, CudaHandler)
     lane = handler._lane
-    notes, oldest, piece_bytes = lane._notes, None, 0
+    args_stream, oldest, piece_bytes = lane._args_stream, None, 0
     fake.calls.clear()
     for _ in range(3):
         gpu, cpu = GPULoadStoreSpec(range(1, 30)), CPULoadStoreSpec(range(29))
@@ -210,7 +210,7 @@ def test_stores_give_way_to_the_copies_of_others(
         for piece in handler._cut([len(plan)], handler.memory.parts, handler.piece_bytes):
             number = lane.enqueue(piece, plan.blocks, rows, timer, oldest, is_last=False)
             oldest, timer, piece_bytes = max(0, number - 3), None, max(piece_bytes, piece.bytes)
-    copies = CopyEngine([call for call in fake.calls if call[-1] != notes])
+    copies = CopyEngine([call for call in fake.calls if call[-1] != args_stream])
     assert (len({stream for stream, _ in copies.bursts}) > 1) == changes
     assert max(size for _, size in copies.bursts) <= max(burst, piece_bytes) or not changes
     rig.close()
@@ -254,7 +254,7 @@ def test_large_pages_need_no_kernel_that_the_bus_would_wait_for(
 
 
 @pytest.mark.parametrize(("is_last", "programs"), [(True, 12), (False, lanes.OPENING_PROGRAMS)])
-def test_what_a_long_store_begins_with_leaves_room_for_the_next_gather(
+def test_the_first_kernel_of_a_long_store_leaves_room_for_the_next_gather(
     is_last: bool, programs: int, fake: FakeDriver
 ) -> None:
     rig = Rig(TestLanes(), "blocks_first", page=4096, num_blocks=40, num_slots=40)
@@ -305,7 +305,7 @@ def small_numbers(args: Any) -> list[Any]:
         (list(range(1, 11)), list(range(10)), True),
     ],
 )
-def test_a_plain_job_begins_before_its_books_are_written(
+def test_a_simple_job_begins_before_it_is_recorded(
     blocks: list[int],
     slots: list[int],
     begins: bool,
@@ -333,7 +333,7 @@ def test_a_plain_job_begins_before_its_books_are_written(
 
     monkeypatch.setattr(handler._lane, "begin", watch)
     gpu, cpu = GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots)
-    for job in range(20):  # all places in the ring, and more
+    for job in range(20):  # all positions in the ring, and more
         assert run(job, gpu, cpu).success
         assert (begun[-1] is not None) == begins
         assert not begins or (cuts[-1] > 1) == (len(blocks) > 6)

@@ -24,7 +24,7 @@ from kvtier.transfer.cuda.lanes import Lane, LoadLane, StoreLane
 PAGE = 4096
 BLOCK = 3 * PAGE
 SMALL = {"staging_bytes": 8 * 4 * BLOCK}
-OPTIONS: list[dict[str, Any]] = [{}, SMALL, SMALL | {"stage_bytes": 1}, {"direct_bytes": 1}]
+OPTIONS: list[dict[str, Any]] = [{}, SMALL, {"staging_bytes": 8 * BLOCK}, {"direct_bytes": 1}]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ class Soak:
         self.started = 0
 
     def start(self) -> bool:
-        """Start a job, if there is room; say whether it was accepted, or there was none."""
+        """Start a job, if there is room; return whether it was accepted, or there was none."""
         way = self.rng.choice(list(self.ways))
         blocks, slots = self.blocks[way], self.slots[way]
         most = min(len(blocks), len(slots))
@@ -81,12 +81,7 @@ class Soak:
         gpu, cpu = GPULoadStoreSpec(chosen[0]), CPULoadStoreSpec(chosen[1])
         self.started += 1
         handler = self.ways[way]
-        start = (
-            handler.transfer_by_layer
-            if way == "load" and self.rng.random() < 0.5
-            else handler.transfer_async
-        )
-        if not start(self.started, (gpu, cpu) if way == "store" else (cpu, gpu)):
+        if not handler.transfer_async(self.started, (gpu, cpu) if way == "store" else (cpu, gpu)):
             return False
         self.jobs[self.started] = way, gpu, cpu
         blocks -= set(chosen[0])
@@ -116,10 +111,10 @@ class Soak:
         return failed
 
     def _expect_arrived(self, result: TransferResult, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> None:
-        for place, (block, slot) in enumerate(
+        for position, (block, slot) in enumerate(
             zip(gpu.block_ids.tolist(), cpu.block_ids.tolist(), strict=True)
         ):
-            if result.success or place not in (result.failed_blocks or ()):
+            if result.success or position not in (result.failed_blocks or ()):
                 image = b"".join(page.numpy().tobytes() for page in self.rig.caches.pages(0, block))
                 assert self.rig.rows[slot].tobytes() == image, f"block {block} is said to have arrived"
 
@@ -184,7 +179,7 @@ def test_jobs_that_are_ended_or_fail_leave_nothing_behind(
     soak.close()
 
 
-def test_whoever_polls_sees_what_has_arrived(sim: SimDriver) -> None:
+def test_polling_sees_the_pieces_that_have_arrived(sim: SimDriver) -> None:
     rig = Rig(Lanes(), page=PAGE)
     assert rig.store.transfer_async(0, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
     assert not rig.store.wait({0}, 0)
@@ -208,7 +203,7 @@ def test_a_job_that_was_ended_takes_no_other_jobs_time(
     assert sim.streams[lane._side], "the short piece is still under way"
     rig.store.get_finished()
     assert rig.store.transfer_async(2, (GPULoadStoreSpec([5]), CPULoadStoreSpec([4])))
-    sim.frozen = {lane._kernels, lane._notes, lane._copies}
+    sim.frozen = {lane._kernels, lane._args_stream, lane._copies}
     sim.run(lane._side)
     assert [result.job_id for result in rig.store.get_finished()] == [0]
     sim.frozen = set()
@@ -232,7 +227,7 @@ def test_a_job_takes_as_long_as_the_last_of_its_pieces(
     sim.frozen = {lane._side}
     blocks = range(1, 17)
     assert rig.store.transfer_async(0, (GPULoadStoreSpec(blocks), CPULoadStoreSpec(range(len(blocks)))))
-    sim.run(lane._notes, lane._kernels, lane._copies)
+    sim.run(lane._args_stream, lane._kernels, lane._copies)
     sim.frozen = set()
     assert finish(rig.store, 0).success
     assert 0 in asked
@@ -240,10 +235,10 @@ def test_a_job_takes_as_long_as_the_last_of_its_pieces(
 
 
 @compiled_only
-def test_what_a_failed_beginning_has_left_is_done_before_the_usual_way(
+def test_the_rest_of_a_failed_beginning_is_done_before_the_usual_way(
     sim: SimDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same buffers and notes are used again."""
+    """The same buffers and arguments are used again."""
     cut_small(monkeypatch, BLOCK)
     monkeypatch.setattr(LoadLane, "short_bytes", 0)
     rig = Rig(Lanes(), page=PAGE)

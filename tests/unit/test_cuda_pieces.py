@@ -21,11 +21,9 @@ from kvtier.transfer.cuda.pieces import (
     Part,
     Piece,
     PoolMap,
-    cut_by_layer,
     cut_load,
     cut_store,
     find_pages,
-    find_stages,
     split_pages,
 )
 from kvtier.transfer.layout import canonicalize
@@ -142,7 +140,7 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
     )
     for part in split_pages(pages, 2 * page, 1 << 30):
         align = pool.alignment(part, 0)
-        assert not ((pool.rows(plan).places(0, len(plan)) + part.offset) % align).any()
+        assert not ((pool.rows(plan).addresses(0, len(plan)) + part.offset) % align).any()
         assert align >= expected
 
 
@@ -163,7 +161,7 @@ def test_rows_side_by_side_are_one_range_up_to_a_seam() -> None:
         Pages(*(np.array([value]) for value in (4096, 12288, 12288, 0))),
     )
     plan = plan_of([9, 4, 7, 1, 2, 3], [2, 3, 4, 5, 9, 10])
-    device, host, size = pool.ranges(buffer, np.arange(6), pool.rows(plan).places(0, 6))
+    device, host, size = pool.ranges(buffer, np.arange(6), pool.rows(plan).addresses(0, 6))
     assert ((host - (1 << 40)) // 12288).tolist() == [2, 4, 9]
     assert (size // 12288).tolist() == [2, 2, 2]
     assert ((device - 4096) // 12288).tolist() == [0, 2, 4]
@@ -178,7 +176,7 @@ def test_ranges_are_the_pages_of_the_blocks(slots: list[int], per_chunk: int, di
     pages, blocks = pages_of([1024, 2048], stride=2048), plan.blocks
     if not direct:
         pages, blocks = pages_of([block_bytes], stride=block_bytes), np.arange(len(plan))
-    ranges = pool.ranges(pages, blocks, pool.rows(plan).places(0, len(plan)))
+    ranges = pool.ranges(pages, blocks, pool.rows(plan).addresses(0, len(plan)))
     copied = [
         (device + byte, host + byte)
         for device, host, size in zip(*(column.tolist() for column in ranges), strict=True)
@@ -191,50 +189,3 @@ def test_ranges_are_the_pages_of_the_blocks(slots: list[int], per_chunk: int, di
         staged = [index * block_bytes + at for at in (0, 1024, 2048)]
         expected += list(zip(sources if direct else staged, [row, row + 1024, row + 2048], strict=True))
     assert copied == expected
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_stages_hold_all_pages_once_and_know_when_a_layer_is_in(layout: str, num_groups: int) -> None:
-    caches = make_caches(layout, page=256, num_groups=num_groups)
-    canonical = canonicalize(caches.layers, caches.groups, num_blocks=caches.num_blocks)
-    for index, group in enumerate(caches.groups):
-        stages, stage_of = find_stages(canonical, index)
-        spans = [
-            (stage, at, at + size)
-            for stage, pages in enumerate(stages)
-            if pages is not None
-            for at, size in zip(pages.offset.tolist(), pages.size.tolist(), strict=True)
-        ]
-        assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])]
-        assert spans[-1][2] == group.bytes_per_block
-        ends = [max(end for stage, _, end in spans if stage <= stage_of[name]) for name in group.layer_names]
-        needed, at = [], 0
-        for name in group.layer_names:
-            at += caches.page(name, 0).numel() * 2
-            needed.append(at)
-        assert all(end >= least for end, least in zip(ends, needed, strict=True))
-
-
-def test_a_layer_that_shares_the_pages_of_another_needs_no_later_ones() -> None:
-    caches = make_caches("kv_first", page=256)
-    first, second, third = caches.layers
-    layers = caches.layers | {second: caches.layers[first]}
-    group = replace(caches.groups[0], bytes_per_block=512)
-    canonical = canonicalize(layers, [group], num_blocks=caches.num_blocks)
-    assert canonical.layer_ends == [{first: 2, second: 2, third: 4}]
-
-
-def test_a_job_by_layer_is_whole_with_its_last_piece() -> None:
-    stages = [[split_pages(pages_of([8] * 3), 24, 24)], [()], [split_pages(pages_of([8]), 24, 24)]]
-    pieces, ends = cut_by_layer(plan_of(list(range(1, 8)), list(range(7))), stages, 48)
-    assert [(piece.first, piece.last, piece.completes) for piece in pieces] == [
-        (0, 2, 0),
-        (2, 4, 0),
-        (4, 6, 0),
-        (6, 7, 0),
-        (0, 4, 0),
-        (4, 7, 7),
-    ]
-    assert ends == [4, 4, 6]
-    assert cut_by_layer(plan_of([], []), stages, 48) == ([], [0, 0, 0])

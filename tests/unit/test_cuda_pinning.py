@@ -8,12 +8,12 @@ import pytest
 
 from kvtier.errors import InputError, TransferError
 from kvtier.pool import Pool
-from kvtier.transfer.cuda import pinning
-from kvtier.transfer.cuda.pinning import Pinning
+from kvtier.transfer.cuda import memory
+from kvtier.transfer.cuda.memory import Pinning
 
 
 class Driver:
-    """Takes note of what is pinned. Refuses after `room` bytes."""
+    """Records the pinned pieces. Refuses after `room` bytes."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.room = room
@@ -35,7 +35,7 @@ def open_pool(num_slots: int, row_bytes: int = 4096) -> Pool:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 3 * 4096)
+    monkeypatch.setattr(memory, "PINNED_BYTES", 3 * 4096)
 
 
 def make(pool: Pool, driver: Driver) -> Pinning:

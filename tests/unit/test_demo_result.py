@@ -10,7 +10,7 @@ from tests.unit.demo_kit import demo_result, run, with_restart, with_wrong_token
 
 from kvtier.demo.result import DemoResult, Difference, percentile
 from kvtier.demo.summary import MEANINGS, format_ms, summarize, summarize_restart
-from kvtier.offload.base import MissReason
+from kvtier.residency import MissReason
 
 
 def test_equal_tokens_are_identical() -> None:

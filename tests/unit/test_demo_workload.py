@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.demo.workload import Turn, Workload
+from kvtier.demo.setup import Turn, Workload
 from kvtier.errors import ConfigError
 
 SMALL = Workload(conversations=5, turns=3, system=20, opening=40, message=8, answer=4)

@@ -17,10 +17,9 @@ from kvtier.errors import IntegrityError, PoolError, TransferError
 from kvtier.pool import Pool
 from kvtier.testing.caches import Caches, ManualClock, make_caches, make_config
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
-from kvtier.transfer.host import HostHandler, HostJob, HostLoadHandler, HostStoreHandler
+from kvtier.transfer.host import HostHandler, HostJob, HostLoadHandler, HostStoreHandler, Span, Spans
 from kvtier.transfer.layout import canonicalize
 from kvtier.transfer.plan import Plan
-from kvtier.transfer.spans import Span, Spans
 
 PATIENCE = 30.0
 

@@ -17,8 +17,8 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "tier_config"}
-BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool"}
+BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "residency", "tier_config"}
+BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool", "slot_table"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
@@ -35,11 +35,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log_limit": set(),
     "native": {"errors"},
     "keys": {"errors", "native"},
+    "residency": {"keys"},
     "policies": BASE | {"native"},
+    "slot_table": BASE | {"policies"},
     "memory_limits": {"config", "errors"},
     "rendezvous": {"errors"},
     "pool": BASE | {"memory_limits", "rendezvous"},
-    "events": {"errors", "keys", "log_limit"},
+    "events": {"errors", "keys", "log_limit", "residency"},
     "metrics": {"errors"},
     "index": {"errors", "events", "keys", "log_limit", "metrics"},
     "transfer": BELOW_TRANSFER | {"native"},
@@ -61,7 +63,6 @@ NEED_TORCH = (
     "kvtier.transfer.cuda",
     "kvtier.transfer.host",
     "kvtier.transfer.layout",
-    "kvtier.transfer.spans",
     "kvtier.testing",
 )
 ENGINES = {"vllm", "sglang", "transformers"}

@@ -34,7 +34,7 @@ def test_the_summary_tells_what_has_changed_and_nothing_else() -> None:
     clock, stats, told = Clock(100.0), ConnectorStats(), list[str]()
     summary = Summary(stats, told.append, clock)
     clock.now += INTERVAL
-    summary.tell_changes()
+    summary.log_changes()
     assert not told, "nothing happened"
     stats.asked_tokens, stats.loaded_tokens, stats.load_bytes, stats.store_bytes = (
         2000,
@@ -44,13 +44,13 @@ def test_the_summary_tells_what_has_changed_and_nothing_else() -> None:
     )
     stats.loads, stats.loads_failed, stats.stores = 7, 1, 3
     clock.now += INTERVAL
-    summary.tell_changes()
+    summary.log_changes()
     assert told.pop() == (
         "kvtier, last 60 s: 1,500 prompt tokens loaded instead of computed (75% of the 2,000 that were not "
         "on the GPU); 3.0 MiB loaded, 1.0 MiB stored, 1 of 10 transfers failed"
     )
     clock.now += INTERVAL
-    summary.tell_changes()
+    summary.log_changes()
     assert not told, "it was told"
     stats.stores += 1
     stats.store_bytes += 512

@@ -173,7 +173,7 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_described_is_one_clear_line(what: str) -> None:
+def test_a_layout_that_cannot_be_described_is_one_clear_line(what: str) -> None:
     make, message = BAD[what]
     with pytest.raises(LayoutError, match=message) as caught:
         canonicalize(

@@ -17,8 +17,8 @@ FOLDER = ROOT / "src" / "kvtier" / "native"
 FORMS = """
 from kvtier.keys import HASHED_BY
 from kvtier.policies.slots import SLOTS_BY, PythonBook, SlotBook
-from kvtier.transfer.pages import COPIED_BY, store, store_python
-print(HASHED_BY, SLOTS_BY, COPIED_BY, SlotBook is PythonBook, store is store_python)
+from kvtier.transfer.host import COPIED_BY, store_pages, store_pages_python
+print(HASHED_BY, SLOTS_BY, COPIED_BY, SlotBook is PythonBook, store_pages is store_pages_python)
 """
 
 

@@ -216,7 +216,7 @@ not_a_spec = 7
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(OffloadingSpecFactory, "_places", dict(OffloadingSpecFactory._places))
+    monkeypatch.setattr(OffloadingSpecFactory, "_paths", dict(OffloadingSpecFactory._paths))
     return
 
 
@@ -301,12 +301,13 @@ def test_scheduler_and_worker_of_one_process_share_one_private_mapping(tmp_path:
     assert isinstance(manager, TieredOffloadingManager)
     assert scheduler.parties == 1
     pool, other = worker.open_pool(), stranger.open_pool()
-    assert np.shares_memory(pool.rows, manager._rows)
+    rows = np.frombuffer(manager._buffer.memory or b"", np.uint8).reshape(pool.rows.shape)
+    assert np.shares_memory(pool.rows, rows)
     assert not np.shares_memory(pool.rows, other.rows)
     pool.rows[1] = 7
     worker.shutdown()
-    assert (manager._rows[1] == 7).all(), "the other side has not closed it"
-    assert scheduler.open_pool().rows.shape == manager._rows.shape
+    assert (rows[1] == 7).all(), "the other side has not closed it"
+    assert scheduler.open_pool().rows.shape == rows.shape
     manager.shutdown()
     scheduler.shutdown()
     stranger.shutdown()
@@ -323,7 +324,7 @@ def test_a_scheduler_in_a_process_of_its_own_is_a_party(tmp_path: Path) -> None:
     assert isinstance(manager, TieredOffloadingManager)
     assert all(pool.complete for pool in pools)
     pools[1].rows[0] = 9
-    assert (manager._rows[0] == 9).all()
+    assert set(manager._buffer[0][0]) == {9}
     manager.shutdown()
     for spec in (*specs, scheduler):
         spec.shutdown()
@@ -339,7 +340,9 @@ def test_rows_and_the_room_behind_them() -> None:
     spec = CPUOffloadingSpec(config, make_tier=lambda *_: tier)
     manager = spec.get_manager()
     assert isinstance(manager, TieredOffloadingManager)
-    assert tier.lent == [config.num_slots * config.slot_bytes]
+    assert tier.buffer is not None
+    assert tier.buffer.memory is not None
+    assert tier.buffer.memory.nbytes == config.num_slots * config.slot_bytes
     (_, _, store), (_, _, load) = spec.get_handlers(canonicalize(caches.layers, caches.groups))
     keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(2)]
     output = manager.prepare_store(keys, ReqContext())
@@ -350,8 +353,8 @@ def test_rows_and_the_room_behind_them() -> None:
     manager.end_step()
     (job,) = tier.demotions.values()
     pool = spec.open_pool().rows
-    for row, slot in zip(job.rows, output.store_spec.block_ids, strict=True):
-        (piece,) = row.pieces
+    for slot in job.slots.tolist():
+        (piece,) = tier.buffer[slot]
         assert piece.nbytes == config.row_bytes
         assert np.frombuffer(piece, np.uint8).ctypes.data == pool[slot].ctypes.data
         assert not pool[slot, config.row_bytes :].any(), "nobody but the store's tier writes there"

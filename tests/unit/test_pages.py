@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.transfer import pages
-from kvtier.transfer.pages import load_python, store_python
+from kvtier.transfer import host
+from kvtier.transfer.host import load_pages_python, store_pages_python
 
 _pages = pytest.importorskip("kvtier.native._pages", reason="kvtier.native._pages was not compiled here")
 
-PAIRS = [(_pages.store, store_python), (_pages.load, load_python)]
+PAIRS = [(_pages.store, store_pages_python), (_pages.load, load_pages_python)]
 
 
 def bytes_at(
@@ -78,7 +78,7 @@ def test_c_and_python_agree(seed: int, page: int, refs: int, per_slot: int, offs
         lambda a: a | {"blocks": [0, 1]},
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_byte_moves(
+def test_arrays_that_do_not_fit_are_refused_before_a_byte_moves(
     function: Callable[..., None], break_it: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
     rng = np.random.default_rng(0)
@@ -106,4 +106,4 @@ def test_a_destination_that_may_not_be_written_is_refused() -> None:
 
 
 def test_the_compiled_version_is_the_one_in_use() -> None:
-    assert (pages.COPIED_BY, pages.store, pages.load) == ("c", _pages.store, _pages.load)
+    assert (host.COPIED_BY, host.store_pages, host.load_pages) == ("c", _pages.store, _pages.load)

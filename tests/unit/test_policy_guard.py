@@ -1,4 +1,4 @@
-"""A policy of somebody else's may raise, lie, or write into what it is given: LRU goes on in its place."""
+"""A policy of another package may raise, lie, or write into its arguments: LRU goes on in its place."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ import pytest
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.policies import ARCPolicy, CachePolicy, GuardedPolicy, KeysOf, LRUPolicy, Slots, make_policy
+from kvtier.policies import KeysOf, LRUPolicy, Slots, make_policy
 from kvtier.policies.slots import Mask
-from kvtier.testing import PolicySuite
 from kvtier.transfer import CPULoadStoreSpec
 
+FAILING = f"{__name__}:Failing"
 CALLS = ["insert", "touch", "evict", "remove", "clear", "ranked", "coldest", "check"]
-
-
-class TestGuardedARC(PolicySuite):
-    """As long as a policy keeps the contract, so does the guard around it."""
-
-    def make(self, capacity: int) -> CachePolicy:
-        return GuardedPolicy(ARCPolicy(capacity))
 
 
 class Failing(LRUPolicy):
@@ -82,7 +75,7 @@ def play(manager: CPUOffloadingManager, seed: int) -> list[object]:
             if output is not None:
                 assert isinstance(output.store_spec, CPULoadStoreSpec)
                 slots = output.store_spec.block_ids.tolist()
-                assert manager._book.find(output.keys_to_store).tolist() == slots
+                assert manager._table.find(output.keys_to_store).tolist() == slots
                 answers.append((output.keys_to_store, slots, output.evicted_keys))
                 manager.complete_store(output.keys_to_store, rng.random() < 0.9)
         elif kind < 0.8:
@@ -102,74 +95,92 @@ def play(manager: CPUOffloadingManager, seed: int) -> list[object]:
 def test_a_policy_that_raises_is_replaced_by_lru(
     call: str, after: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody notices but the log: until then the policy was LRU, and what follows is LRU's choice too."""
-    path = f"{__name__}:Failing"
+    """`play` checks after each call that the table is whole and LRU ranks all that is held."""
     for seed in range(5):
         caplog.clear()
         monkeypatch.setattr(Failing, "fails", call)
         monkeypatch.setattr(Failing, "after", after)
-        manager = CPUOffloadingManager(16, make_policy_at(path))
-        assert play(manager, seed) == play(CPUOffloadingManager(16, "lru"), seed)
-        lines = [record.getMessage() for record in caplog.records]
-        assert len(lines) == 1, "told once"
-        assert f"policy Failing: {call} failed" in lines[0]
-        assert "a policy of mine" in lines[0]
+        manager = CPUOffloadingManager(16, make_policy(FAILING, 16))
+        play(manager, seed)
+        assert type(manager.policy) is LRUPolicy
+        assert [record.getMessage() for record in caplog.records] == [
+            f"policy Failing: {call} failed; going on with lru until the engine starts again"
+        ], "it is logged once"
+        assert "a policy of mine" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda slots: slots[:-1],
-        lambda slots: np.append(slots, slots[:1]),
-        lambda slots: np.append(slots[:-1], 10**9),
-        lambda slots: np.append(slots[:-1], -1),
-        lambda slots: np.zeros((2, 2)),
-        lambda slots: None,
-        lambda slots: "slots",
-    ],
-    ids=["too few", "twice", "beyond", "negative", "2-d", "None", "str"],
-)
+def test_lru_goes_on_from_the_chunks_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks used after the failure leave after those that were not."""
+    monkeypatch.setattr(Failing, "fails", "touch")
+    monkeypatch.setattr(Failing, "after", 0)
+    manager, context = CPUOffloadingManager(4, Failing(4)), ReqContext(req_id="a")
+    keys = [OffloadKey(b"%d" % n + bytes(4)) for n in range(6)]
+    manager.prepare_store(keys[:4], context)
+    manager.complete_store(keys[:4])
+    manager.touch([keys[2], keys[0]], context)
+    output = manager.prepare_store(keys[4:], context)
+    assert output is not None
+    assert set(output.evicted_keys) == {keys[1], keys[3]}
+    manager.check()
+
+
+LIES: dict[str, Callable[[Slots], object]] = {
+    "twice": lambda slots: np.append(slots, slots[:1]),
+    "beyond": lambda slots: np.append(slots[:-1], 10**9),
+    "negative": lambda slots: np.append(slots[:-1], -1),
+    "2-d": lambda slots: np.zeros((2, 2)),
+    "None": lambda slots: None,
+    "str": lambda slots: "slots",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("call", ["evict", "coldest", "ranked"])
-def test_a_policy_that_names_what_may_not_leave_is_replaced(
-    call: str,
-    answer: Callable[[Slots], object],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_policy_that_answers_with_wrong_slots_is_replaced(
+    call: str, lie: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Failing, "fails", call)
     monkeypatch.setattr(Failing, "after", 2)
-    monkeypatch.setattr(Failing, "answer", answer)
-    manager = CPUOffloadingManager(16, make_policy_at(f"{__name__}:Failing"))
-    assert play(manager, 1) == play(CPUOffloadingManager(16, "lru"), 1)
+    monkeypatch.setattr(Failing, "answer", staticmethod(LIES[lie]))
+    manager = CPUOffloadingManager(16, make_policy(FAILING, 16))
+    play(manager, 1)
+    assert type(manager.policy) is LRUPolicy
     assert [f"policy Failing: {call} failed" in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("slot", [0, 3], ids=["being read", "holds nothing"])
-def test_a_victim_that_may_not_leave_is_not_taken(slot: int, caplog: pytest.LogCaptureFixture) -> None:
-    """As many as asked for, different, and within the tier: but not one that may leave."""
+def test_a_policy_that_names_too_few_victims_costs_only_the_stores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A policy may choose badly: chunks without a slot are refused."""
 
-    class Wrong(LRUPolicy):
+    class Stingy(LRUPolicy):
         def evict(self, count: int, evictable: Mask, keys_of: KeysOf) -> Slots:
-            return np.array([slot])
+            return np.zeros(0, dtype=np.int64)
 
-    policy = GuardedPolicy(Wrong(4))
-    policy.insert(np.array([2, 1, 0]), [OffloadKey(b"%d" % n + bytes(4)) for n in (2, 1, 0)])
-    evictable = np.array([False, True, True, True])
-    assert policy.evict(1, evictable, lambda slots: []).tolist() == [1], "LRU's: the tail, 0, may not leave"
-    assert "evict failed" in caplog.text
-
-
-def test_a_policy_that_writes_into_what_it_is_given_changes_no_transfer() -> None:
-    for seed in range(5):
-        manager = CPUOffloadingManager(16, make_policy_at(f"{__name__}:Scribbler"))
-        assert play(manager, seed) == play(CPUOffloadingManager(16, "lru"), seed)
+    manager = CPUOffloadingManager(16, Stingy(16))
+    play(manager, 1)
+    assert manager.stats().refused
+    assert not caplog.records
 
 
-class Untold(Exception):
-    """An error that cannot even be shown."""
+class Wrong(LRUPolicy):
+    """Gives one answer, or raises it, when it is asked for a victim."""
+
+    answer: ClassVar[object] = None
+
+    def evict(self, count: int, evictable: Mask, keys_of: KeysOf) -> Slots:
+        if isinstance(Wrong.answer, Exception):
+            raise Wrong.answer
+        return Wrong.answer  # type: ignore[return-value]
+
+
+class Unprintable(Exception):
+    """An error whose text cannot be made."""
 
     def __repr__(self) -> str:
         raise ZeroDivisionError
+
+    __str__ = __repr__
 
 
 class Endless:
@@ -184,22 +195,28 @@ class Endless:
         return index
 
 
-@pytest.mark.parametrize("answer", [Untold(), Endless()])
-def test_what_cannot_be_shown_or_read_is_replaced(answer: object, caplog: pytest.LogCaptureFixture) -> None:
-    class Wrong(LRUPolicy):
-        def evict(self, count: int, evictable: Mask, keys_of: KeysOf) -> Slots:
-            if isinstance(answer, Exception):
-                raise answer
-            return answer  # type: ignore[return-value]
-
-    policy = GuardedPolicy(Wrong(4))
-    policy.insert(np.array([2, 1]), [OffloadKey(b"%d" % n + bytes(4)) for n in (2, 1)])
-    assert len(policy.evict(1, np.ones(4, np.bool_), lambda slots: [])) == 1
+@pytest.mark.parametrize(
+    "answer",
+    [np.array([0]), np.array([2]), Unprintable(), Endless()],
+    ids=["being read", "being written", "unprintable", "endless"],
+)
+def test_a_wrong_victim_is_not_taken(
+    answer: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Wrong, "answer", answer)
+    manager, context = CPUOffloadingManager(3, Wrong(3)), ReqContext(req_id="a")
+    keys = [OffloadKey(b"%d" % n + bytes(4)) for n in range(4)]
+    manager.prepare_store(keys[:3], context)
+    manager.complete_store(keys[:2])
+    manager.prepare_load(keys[:1], context)
+    output = manager.prepare_store(keys[3:], context)
+    assert output is not None
+    assert output.evicted_keys == [keys[1]]
     assert caplog.text.count("evict failed") == 1
-    policy.check()
+    manager.check()
 
 
-def make_policy_at(path: str) -> CachePolicy:
-    policy = make_policy(path, 16)
-    assert isinstance(policy, GuardedPolicy)
-    return policy
+def test_a_policy_that_writes_into_its_arguments_changes_no_transfer() -> None:
+    for seed in range(5):
+        manager = CPUOffloadingManager(16, make_policy(f"{__name__}:Scribbler", 16))
+        assert play(manager, seed) == play(CPUOffloadingManager(16, "lru"), seed)

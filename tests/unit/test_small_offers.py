@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.test_arc import NaiveARC
 
-import kvtier.offload.manager
-import kvtier.policies.arc
-import kvtier.policies.lru
+import kvtier.policies.recency
+import kvtier.slot_table
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.policies import ARCPolicy
@@ -98,9 +97,9 @@ class Driver:
             "seen": str(self.seen),
             "events": [(removed, NAMES[key]) for removed, key in events],
             "stats": manager.stats(),
-            "held": [manager._book.get(key) for key in NAMES],
-            "free": manager._book.free_slots().tolist(),
-            "arrays": [a.tolist() for a in (manager._readers, manager._evictable)],
+            "held": [manager._table._book.get(key) for key in NAMES],
+            "free": manager._table._book.free_slots().tolist(),
+            "arrays": [a.tolist() for a in (manager._table.readers, manager._table.evictable)],
             "ranked": policy.ranked().tolist(),
             "learned": (policy.target, policy._ghosts.sizes()) if isinstance(policy, ARCPolicy) else None,
         }
@@ -109,10 +108,9 @@ class Driver:
 def python_manager(policy: str) -> CPUOffloadingManager:
     """Return a manager of which nothing is in C."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvtier.offload.manager, "SlotBook", PythonBook)
-        patch.setattr(kvtier.policies.lru, "RecencyList", PythonRecency)
-        patch.setattr(kvtier.policies.arc, "RecencyList", PythonRecency)
-        patch.setattr(kvtier.policies.arc, "GhostLists", PythonGhosts)
+        patch.setattr(kvtier.slot_table, "SlotBook", PythonBook)
+        patch.setattr(kvtier.policies.recency, "RecencyList", PythonRecency)
+        patch.setattr(kvtier.policies.recency, "GhostLists", PythonGhosts)
         return CPUOffloadingManager(CAPACITY, policy)
 
 
@@ -144,7 +142,7 @@ def test_what_follows_an_offer_can_be_split(policy: str, script: list[Call]) -> 
 
 def chunks_in_order(manager: CPUOffloadingManager) -> list[int]:
     """Return the chunks that are held, worst first."""
-    return [NAMES[key] for key in manager._book.keys(manager.policy.ranked())]
+    return [NAMES[key] for key in manager._table._book.keys(manager.policy.ranked())]
 
 
 @given(calls)

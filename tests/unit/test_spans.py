@@ -10,8 +10,8 @@ import pytest
 from kvtier.errors import LayoutError
 from kvtier.pool import Pool
 from kvtier.testing.caches import LAYOUTS, Caches, make_caches, make_config
+from kvtier.transfer.host import BATCH_BYTES, Spans
 from kvtier.transfer.layout import canonicalize
-from kvtier.transfer.spans import BATCH_BYTES, Spans
 
 
 def make_spans(caches: Caches, blocks_per_chunk: int = 1, world_size: int = 1, rank: int = 0) -> Spans:

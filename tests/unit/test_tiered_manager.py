@@ -1,15 +1,13 @@
-"""The pool and tiers behind one manager, step by step: who waits for what, who gives way, and what comes
-back.
-"""
+"""The pool and tiers behind one manager, step by step: waits, promotions, demotions, resets and reports."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tests.unit.tier_kit import ROW, TickingClock, Tiered, context, key, keys
 
 from kvtier.keys import OffloadKey
-from kvtier.offload import MissReason
-from kvtier.tiers.base import Outcome, TierMiss
+from kvtier.residency import MissReason
 
 # Promotions
 
@@ -17,16 +15,16 @@ from kvtier.tiers.base import Outcome, TierMiss
 def test_asking_starts_nothing_and_a_step_does() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
-    anywhere = tiered.manager.anywhere
-    assert anywhere.lookup_prefix(keys(1, 2, 3, 4), context()) == 3
-    assert anywhere.lookup_many(keys(3, 4), context()) == [True, False]
+    combined = tiered.manager.combined_lookup
+    assert combined.lookup_prefix(keys(1, 2, 3, 4), context()) == 3
+    assert combined.lookup_many(keys(3, 4), context()) == [True, False]
     assert tiered.ready(1, 2, 3) == [False] * 3, "the pool has none of it"
-    assert tiered.wish(1, 2, 3)
-    assert tiered.pool.num_free == tiered.num_slots, "a wish takes no slot"
+    assert tiered.promote(1, 2, 3)
+    assert tiered.pool.num_free == tiered.num_slots, "a promotion takes no slot before it is submitted"
     assert not tiered.tier.promotions
     job = tiered.submit()
     assert job is not None
-    assert [row.key for row in job.rows] == keys(1, 2, 3), "the first chunks first"
+    assert job.keys == keys(1, 2, 3), "the first chunks first"
     assert tiered.ready(1) == [None]
     assert tiered.pool.num_free == tiered.num_slots - 3
 
@@ -34,47 +32,46 @@ def test_asking_starts_nothing_and_a_step_does() -> None:
 def test_rows_that_have_come_are_pinned_until_the_load() -> None:
     tiered = Tiered(4)
     tiered.tier.held = set(keys(1, 2))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
-    for row, number in zip(job.rows, (1, 2), strict=True):
-        row.pieces[0][:] = bytes([number]) * ROW
+    tiered.rows[job.slots] = np.array([[1], [2]], np.uint8)
     assert tiered.is_waiting()
     tiered.tier.finish(job.job_id)
     tiered.poll()
     assert not tiered.is_waiting()
     assert tiered.ready(1, 2) == [True, True]
     assert not tiered.can_evict(1, 2)
-    assert tiered.manager.promotions.sources(context()) == {key(1): "disk", key(2): "disk"}
+    assert tiered.manager.waits.sources(context()) == {key(1): "disk", key(2): "disk"}
     spec = tiered.manager.prepare_load(keys(1, 2), context())
     assert [int(tiered.rows[slot][0]) for slot in spec.block_ids] == [1, 2]  # type: ignore[attr-defined]
-    assert tiered.manager.promotions.sources(context()) == {}
+    assert tiered.manager.waits.sources(context()) == {}
     tiered.manager.complete_load(keys(1, 2), spec)
     assert tiered.can_evict(1, 2)
     tiered.manager.check()
 
 
-def test_a_request_under_promotion_is_answered_without_a_lookup() -> None:
+def test_a_request_under_promotion_is_answered_in_constant_time() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     tiered.submit()
     before = tiered.tier.lookups
     assert all(tiered.is_waiting() for _ in range(1000))
     assert tiered.tier.lookups == before
 
 
-def test_a_row_is_brought_once_for_all_who_wait() -> None:
+def test_a_row_is_promoted_once_for_all_requests_that_wait() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2, name="a")
+    tiered.promote(1, 2, name="a")
     first = tiered.submit()
-    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2, 3), context("b")) == 3
-    tiered.wish(1, 2, 3, name="b")
+    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2, 3), context("b")) == 3
+    tiered.promote(1, 2, 3, name="b")
     second = tiered.submit()
     assert first is not None
     assert second is not None
-    assert [row.key for row in second.rows] == keys(3)
+    assert second.keys == keys(3)
     tiered.tier.finish(first.job_id)
     tiered.tier.finish(second.job_id)
     tiered.poll()
@@ -89,7 +86,7 @@ def test_a_row_is_brought_once_for_all_who_wait() -> None:
 def test_at_the_deadline_the_leading_run_counts_and_the_rest_is_withdrawn() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3, 4))
-    tiered.wish(1, 2, 3, 4, patience=1.0)
+    tiered.promote(1, 2, 3, 4, wait_budget=1.0)
     job = tiered.submit()
     assert job is not None
     tiered.tier.begun = set(keys(3))
@@ -106,24 +103,24 @@ def test_at_the_deadline_the_leading_run_counts_and_the_rest_is_withdrawn() -> N
     assert why["disk"] is MissReason.TOO_SLOW
     tiered.tier.finish(job.job_id, 3)
     tiered.poll()
-    assert tiered.ready(3) == [True], "what comes in vain is kept"
+    assert tiered.ready(3) == [True], "a row that comes too late is kept"
     assert tiered.can_evict(3)
 
 
 def test_late_means_failed_but_not_freed() -> None:
     tiered = Tiered(4)
     tiered.tier.held = set(keys(1))
-    tiered.wish(1)
+    tiered.promote(1)
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
+    tiered.tier.finish(job.job_id, outcome=MissReason.TOO_SLOW, in_use=True)
     tiered.poll()
     assert not tiered.is_waiting()
     assert tiered.ready(1) == [False]
     assert tiered.manager.stats().doomed == 1, "a call may still write there"
     tiered.store(1)
     assert tiered.ready(1) == [True], "the key has another slot meanwhile"
-    tiered.tier.finish(job.job_id, outcome=Outcome.RETURNED)
+    tiered.tier.return_rows(job)
     tiered.poll()
     assert tiered.manager.stats().doomed == 0
     assert tiered.ready(1) == [True]
@@ -132,12 +129,12 @@ def test_late_means_failed_but_not_freed() -> None:
 def test_slots_of_late_calls_count_as_taken() -> None:
     tiered = Tiered(4)
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
+    tiered.tier.finish(job.job_id, outcome=MissReason.TOO_SLOW, in_use=True)
     tiered.poll()
-    assert not tiered.wish(3, name="b"), "half of the pool is lost to a hung tier, and no more"
+    assert not tiered.promote(3, name="b"), "half of the pool is lost to a hung tier, and no more"
     why = tiered.manager.explain_tiers(key(3), context("b"))
     assert why["cpu"] is MissReason.NO_ROOM
 
@@ -145,17 +142,17 @@ def test_slots_of_late_calls_count_as_taken() -> None:
 def test_a_prompt_above_the_share_gets_its_leading_part() -> None:
     tiered = Tiered(8)
     tiered.tier.held = set(keys(*range(10)))
-    assert tiered.wish(*range(10))
+    assert tiered.promote(*range(10))
     job = tiered.submit()
     assert job is not None
-    assert [row.key for row in job.rows] == keys(0, 1, 2, 3)
+    assert job.keys == keys(0, 1, 2, 3)
 
 
-def test_what_the_request_needs_is_not_evicted_for_it() -> None:
+def test_rows_that_a_request_needs_are_not_evicted_for_it() -> None:
     tiered = Tiered(4)
     tiered.store(1, 2, 8, 9)
     tiered.tier.held = set(keys(3, 4))
-    tiered.wish(1, 2, 3, 4)
+    tiered.promote(1, 2, 3, 4)
     tiered.submit()
     assert tiered.ready(1, 2, 3, 4, 8, 9) == [True, True, None, None, False, False]
 
@@ -164,8 +161,8 @@ def test_what_the_request_needs_is_not_evicted_for_it() -> None:
 def test_with_windows_all_or_nothing(vanishes: bool) -> None:
     tiered = Tiered(8)
     tiered.tier.held = set(keys(1, 2, 3))
-    assert not tiered.wish(*range(9), whole=True), "more than the share"
-    assert tiered.wish(1, 2, 3, whole=True)
+    assert not tiered.promote(*range(9), whole=True), "more than the share"
+    assert tiered.promote(1, 2, 3, whole=True)
     if vanishes:
         tiered.tier.held.discard(key(2))
         assert tiered.submit() is None
@@ -174,7 +171,7 @@ def test_with_windows_all_or_nothing(vanishes: bool) -> None:
         return
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, 2, outcome=Outcome.FAILED)
+    tiered.tier.finish(job.job_id, 2, outcome=MissReason.IO_FAILED)
     tiered.poll()
     assert not tiered.is_waiting(), "without one row the others are of no use"
     assert tiered.pool.num_free == 8
@@ -183,10 +180,10 @@ def test_with_windows_all_or_nothing(vanishes: bool) -> None:
 def test_rows_behind_one_that_does_not_come_are_not_waited_for() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2, 3)
+    tiered.promote(1, 2, 3)
     job = tiered.submit()
     assert job is not None
-    tiered.tier.finish(job.job_id, 2, outcome=Outcome.FAILED_CHECK)
+    tiered.tier.finish(job.job_id, 2, outcome=MissReason.FAILED)
     tiered.poll()
     assert tiered.is_waiting(), "the first may still come"
     tiered.tier.finish(job.job_id, 1)
@@ -200,22 +197,22 @@ def test_the_first_tier_that_has_a_row_gives_it() -> None:
     tiered = Tiered(num_tiers=2)
     disk, distant = tiered.tiers
     disk.held, distant.held = set(keys(1)), set(keys(1, 2))
-    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2), context()) == 2
+    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2), context()) == 2
     costs = tiered.manager.promotions.costs(keys(1, 2))
     assert [(cost.tier, cost.num_bytes) for cost in costs] == [("disk", ROW), ("object", ROW)]
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     tiered.submit()
-    assert [[row.key for job in tier.promotions.values() for row in job.rows] for tier in tiered.tiers] == [
+    assert [[key for job in tier.promotions.values() for key in job.keys] for tier in tiered.tiers] == [
         keys(1),
         keys(2),
     ]
 
 
-def test_promotions_come_whether_or_not_a_chunk_was_offered_often_enough() -> None:
+def test_the_store_threshold_does_not_apply_to_promotions() -> None:
     tiered = Tiered()
     tiered.pool._store_threshold = 2
     tiered.tier.held = set(keys(1))
-    tiered.wish(1)
+    tiered.promote(1)
     assert tiered.submit() is not None
 
 
@@ -226,7 +223,7 @@ def test_nothing_from_before_a_reset_comes_back() -> None:
     tiered = Tiered()
     tiered.store(8)
     tiered.tier.held = set(keys(1, 2, 3))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
     tiered.tier.begun = set(keys(2))
@@ -236,11 +233,11 @@ def test_nothing_from_before_a_reset_comes_back() -> None:
     tiered.manager.check()
     assert not tiered.is_waiting()
     (written,) = tiered.tier.demotions
-    tiered.tier.finish(written, outcome=Outcome.RESET)
+    tiered.tier.finish(written, outcome=MissReason.CLEARED)
     tiered.tier.finish(job.job_id, 2)  # it was read before, and says so after
     tiered.poll()
     assert tiered.ready(1, 2, 8) == [False] * 3
-    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2, 3), context()) == 0
+    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2, 3), context()) == 0
     assert tiered.pool.num_free == tiered.num_slots
     tiered.manager.reset_cache()
     assert len(set(tiered.tier.suffixes)) == 2, "every reset has a suffix of its own"
@@ -276,7 +273,7 @@ def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
     """Guards against a request that waits for a row which another job brings by now."""
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2))
-    tiered.wish(1, 2)
+    tiered.promote(1, 2)
     job = tiered.submit()
     assert job is not None
     tiered.tier.begun = set(keys(1, 2))
@@ -285,7 +282,7 @@ def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
     assert not tiered.is_waiting()
     assert tiered.tier.held == set(keys(2))
     tiered.tier.held.add(key(1))
-    tiered.wish(1, name="b")
+    tiered.promote(1, name="b")
     tiered.submit()
     tiered.tier.finish(job.job_id)
     tiered.poll()
@@ -297,7 +294,7 @@ def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
 
 
 def demoted(tiered: Tiered) -> list[bytes]:
-    return [row.key for job in tiered.tier.demotions.values() for row in job.rows]
+    return [key for job in tiered.tier.demotions.values() for key in job.keys]
 
 
 def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
@@ -308,7 +305,7 @@ def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
     tiered.poll()
     assert demoted(tiered) == keys(1, 2)
     (job,) = tiered.tier.demotions.values()
-    assert [row.description for row in job.rows] == [b"told of 1", b"told of 2"]
+    assert [job.describe(at) for at in range(2)] == [b"told of 1", b"told of 2"]
     assert not tiered.can_evict(1)
     tiered.tier.finish(job.job_id)
     tiered.poll()
@@ -330,7 +327,7 @@ def test_offers_wait_for_a_tier_that_is_not_open_yet() -> None:
     assert demoted(tiered) == keys(1, 2)
 
 
-def test_what_a_tier_does_not_want_is_let_go_at_once() -> None:
+def test_refused_rows_are_unpinned_at_once() -> None:
     tiered = Tiered()
     tiered.tier.refuses = set(keys(1, 2))
     tiered.store(1, 2)
@@ -371,7 +368,7 @@ def back(tiered: Tiered) -> list[OffloadKey]:
     return sorted(tiered.tier.held)
 
 
-def test_what_waits_for_a_tier_is_forgotten_when_it_leaves_the_pool_and_not_before() -> None:
+def test_an_offer_lasts_as_long_as_its_row_is_in_the_pool() -> None:
     tiered = Tiered(4)
     away(tiered)
     tiered.store(0)
@@ -388,12 +385,12 @@ def test_rows_that_a_suspension_took_from_a_tier_are_offered_again(in_use: bool)
     tiered = Tiered(8)
     tiered.store(0, 1)
     tiered.poll()
-    (job,) = tiered.tier.demotions
+    (job,) = tiered.tier.demotions.values()
     away(tiered)
-    tiered.tier.finish(job, outcome=Outcome.SUSPENDED, in_use=in_use)
+    tiered.tier.finish(job.job_id, outcome=MissReason.SUSPENDED, in_use=in_use)
     tiered.poll()
     if in_use:  # a call has them, and it fails in the end
-        tiered.tier.finish(job, outcome=Outcome.RETURNED)
+        tiered.tier.return_rows(job)
         tiered.poll()
     assert tiered.pool.stats().reading == 0
     tiered.tier.held.clear()
@@ -426,17 +423,17 @@ def test_promotions_go_before_demotions_that_have_not_begun() -> None:
     tiered.poll()
     assert tiered.manager.prepare_store(keys(2, 3), context()) is not None
     tiered.tier.held = set(keys(8, 9))
-    tiered.wish(8, 9)
+    tiered.promote(8, 9)
     job = tiered.submit()
     assert job is not None
-    assert [row.key for row in job.rows] == keys(8, 9)
+    assert job.keys == keys(8, 9)
     assert tiered.manager.unwritten == 1
 
 
 def test_promoted_rows_are_not_offered_back() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1))
-    tiered.wish(1)
+    tiered.promote(1)
     job = tiered.submit()
     assert job is not None
     tiered.tier.finish(job.job_id)
@@ -446,7 +443,7 @@ def test_promoted_rows_are_not_offered_back() -> None:
     assert demoted(tiered) == []
 
 
-def test_ahead_of_their_eviction_the_coldest_rows_are_written() -> None:
+def test_the_coldest_rows_are_written_before_they_are_evicted() -> None:
     tiered = Tiered(32, write="evict")
     tiered.store(*range(16))
     for _ in range(8):
@@ -458,7 +455,7 @@ def test_ahead_of_their_eviction_the_coldest_rows_are_written() -> None:
         tiered.poll()
     assert demoted(tiered) == tiered.pool.coldest(2) or set(demoted(tiered)) == {key(15), key(31)}
     tiered.tier.refuses = set(keys(*range(32)))
-    tiered.tier.finish(next(iter(tiered.tier.demotions)), outcome=Outcome.FAILED)
+    tiered.tier.finish(next(iter(tiered.tier.demotions)), outcome=MissReason.IO_FAILED)
     for _ in range(16):
         tiered.poll()
     assert demoted(tiered) == [], "nobody is asked twice because it was not wanted"
@@ -513,7 +510,7 @@ def test_a_slot_that_held_an_adapters_chunk_may_be_written_when_another_chunk_ha
     assert demoted(tiered) == keys(2)
 
 
-def test_a_clean_end_writes_what_is_hot_for_a_few_seconds_at_most() -> None:
+def test_a_clean_shutdown_writes_hot_rows_for_a_few_seconds_at_most() -> None:
     tiered = Tiered(16, write="evict", clock=TickingClock())
     tiered.store(1, 2, 3)
     tiered.tier.held = set(keys(2))
@@ -525,7 +522,7 @@ def test_a_clean_end_writes_what_is_hot_for_a_few_seconds_at_most() -> None:
     assert len(tiered.tier.closed) == 1
 
 
-def test_an_end_waits_for_rows_that_are_written_only() -> None:
+def test_a_shutdown_waits_only_for_rows_being_written() -> None:
     """Not for a tier that opens or announces. The clock stands still: a wait would not end."""
     tiered = Tiered(4096 + 16)
     tiered.tier.has_pending_work = lambda: True  # type: ignore[method-assign]
@@ -550,23 +547,23 @@ def test_an_idle_engine_is_kept_for_offers_only_while_something_moves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("miss", "reason"),
+    "reason",
     [
-        (TierMiss.EVICTED, MissReason.EVICTED),
-        (TierMiss.SUSPENDED, MissReason.SUSPENDED),
-        (TierMiss.NOT_OPEN, MissReason.NOT_OPEN),
-        (TierMiss.FAILED_CHECK, MissReason.FAILED),
-        (TierMiss.LOST, MissReason.LOST),
+        MissReason.EVICTED,
+        MissReason.SUSPENDED,
+        MissReason.NOT_OPEN,
+        MissReason.FAILED,
+        MissReason.LOST,
     ],
 )
-def test_each_tier_says_why(miss: TierMiss, reason: MissReason) -> None:
+def test_each_tier_gives_its_reason(reason: MissReason) -> None:
     tiered = Tiered(1)
     assert tiered.manager.explain_tiers(key(1), context()) == {"cpu": MissReason.NEVER_STORED}
     tiered.store(1)
     assert tiered.manager.explain_tiers(key(1), context()) == {}
     tiered.store(2)
-    tiered.tier.misses[key(1)] = miss
+    tiered.tier.misses[key(1)] = reason
     assert tiered.manager.explain_tiers(key(1), context()) == {"cpu": MissReason.EVICTED, "disk": reason}
     tiered.manager._is_namespace_known = lambda: False
     why = tiered.manager.explain_tiers(key(1), context())["disk"]
-    assert why is (MissReason.NAMESPACE_UNKNOWN if miss is TierMiss.NOT_OPEN else reason)
+    assert why is (MissReason.NAMESPACE_UNKNOWN if reason is MissReason.NOT_OPEN else reason)

@@ -17,18 +17,19 @@ from tests.unit.tier_kit import ROW, HandTier, TickingClock, Tiered, context, ke
 
 from kvtier.keys import OffloadKey
 from kvtier.offload.promotions import Promotions
-from kvtier.tiers.base import LentRow, Outcome, TierJob, TierResult
+from kvtier.residency import MissReason
+from kvtier.tiers.base import RowJob, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
 NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "40"))
 CHUNKS = 24
-OUTCOMES = [Outcome.DONE] * 6 + [
-    Outcome.FAILED_CHECK,
-    Outcome.FAILED,
-    Outcome.LATE,
-    Outcome.SUSPENDED,
-    Outcome.ABSENT,
+OUTCOMES: list[MissReason | None] = [None] * 6 + [
+    MissReason.FAILED,
+    MissReason.IO_FAILED,
+    MissReason.TOO_SLOW,
+    MissReason.SUSPENDED,
+    MissReason.EVICTED,
 ]
 
 
@@ -42,10 +43,18 @@ class Lent:
     """A row of a job that is not over."""
 
     tier: HandTier
-    job: TierJob
-    row: LentRow
+    job: RowJob
+    position: int
     generation: int
     is_late: bool = False
+
+    @property
+    def key(self) -> OffloadKey:
+        return self.job.keys[self.position]
+
+    @property
+    def slot(self) -> int:
+        return int(self.job.slots[self.position])
 
 
 @dataclass
@@ -74,8 +83,8 @@ class Play:
             self.store,
             self.store,
             self.end_store,
-            self.wish,
-            self.wish,
+            self.promote,
+            self.promote,
             self.step,
             self.step,
             self.end_rows,
@@ -89,7 +98,7 @@ class Play:
             self.disturb,
             self.restart,
         ]
-        moves += [self.ask] if self.asks else []
+        moves += [self.look_up] if self.asks else []
         for _ in range(calls):
             self.random.choice(moves)()
             self.take_jobs()
@@ -106,10 +115,12 @@ class Play:
                     continue
                 left = tier._left[job.job_id]
                 tier.begun |= {chunk for chunk in left if self.random.random() < 0.7}
-                self.lent += [Lent(tier, job, row, self.generation) for row in job.rows if row.key in left]
+                self.lent += [
+                    Lent(tier, job, at, self.generation) for at, key in enumerate(job.keys) if key in left
+                ]
                 if job.job_id < 0:
-                    for row in job.rows:
-                        self.expect_whole(row.key, bytes(row.pieces[0]))
+                    for key, slot in zip(job.keys, job.slots.tolist(), strict=True):
+                        self.expect_whole(key, self.tiered.rows[slot].tobytes())
 
     def expect_whole(self, chunk: OffloadKey, content: bytes) -> None:
         expected = mark(chunk, self.generation)
@@ -144,26 +155,34 @@ class Play:
             self.tiered.rows[slot] = mark(chunk, generation)
         self.tiered.manager.complete_store(chunks, self.random.random() < 0.9, spec)
 
-    def wish(self) -> None:
+    def promote(self) -> None:
         name = f"r{self.random.randrange(5)}"
-        chunks = self.some(12)
-        anywhere = self.tiered.manager.anywhere.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
-        if anywhere and not self.tiered.manager.promotions.is_waiting(context(name)):
+        chunks, manager = self.some(12), self.tiered.manager
+        hits = manager.combined_lookup.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
+        if hits and not self.is_waiting(name):
             self.names.add(name)
             whole = self.random.random() < 0.2
-            self.counts["wishes"] += self.tiered.wish(
-                *chunks[:anywhere], name=name, patience=3.0, whole=whole
+            self.counts["promotions"] += self.tiered.promote(
+                *chunks[:hits], name=name, wait_budget=3.0, whole=whole
             )
 
-    def ask(self) -> None:
-        """Have a request ask about chunks of which tiers have forgotten whether they have them."""
+    def look_up(self) -> None:
+        """Have tiers asked about chunks of which they have forgotten whether they have them."""
         name, chunks = f"r{self.random.randrange(5)}", keys(*self.some(12))
         self.random.choice(self.tiered.tiers).unknown = set(self.random.sample(chunks, len(chunks) // 2))
-        inquiries = self.tiered.manager.inquiries.unknown(chunks)
-        if inquiries and not self.tiered.manager.inquiries.is_waiting(context(name)):
+        lookups = self.tiered.manager.promotions.unknown(chunks)
+        if lookups and not self.is_waiting(name):
             self.names.add(name)
-            self.tiered.manager.inquiries.note(inquiries, 1.0, context(name))
-            self.counts["inquiries"] += 1
+            self.tiered.look_up(lookups, name)
+            self.counts["lookups"] += 1
+
+    def is_waiting(self, name: str) -> bool:
+        """Return whether a request waits, as both kinds of questions must agree on."""
+        waits = self.tiered.manager.waits
+        is_waiting = waits.is_waiting(context(name))
+        if is_waiting:
+            assert waits.must_wait(name), f"seed {self.seed}"
+        return is_waiting
 
     def step(self) -> None:
         self.tiered.clock.now += self.random.choice((0.0, 0.1, 0.5))
@@ -179,42 +198,45 @@ class Play:
         self.lent = [
             lent
             for lent in self.lent
-            if lent.is_late or lent.row.key in lent.tier._left.get(lent.job.job_id, ())
+            if lent.is_late or lent.key in lent.tier._left.get(lent.job.job_id, ())
         ]
         for lent in self.random.sample(self.lent, min(len(self.lent), self.random.randint(1, 4))):
             self.end_row(lent)
 
     def end_row(self, lent: Lent) -> None:
-        tier, job_id, chunk = lent.tier, lent.job.job_id, lent.row.key
+        tier, job, chunk = lent.tier, lent.job, lent.key
         outcome = self.random.choice(OUTCOMES)
         if lent.is_late:
             self.fill(lent, 0)  # the last word of a call that was given up
             self.lent.remove(lent)
-            tier.finish_rows(job_id, [chunk], Outcome.RETURNED)
+            tier.return_rows(job, lent.position)
             self.counts["returned"] += 1
-        elif outcome is Outcome.LATE and self.random.random() < 0.7:
+        elif outcome is MissReason.TOO_SLOW and self.random.random() < 0.7:
             lent.is_late = True
-            tier.finish_rows(job_id, [chunk], outcome, in_use=True)
+            tier.finish_rows(job, [chunk], outcome, in_use=True)
         else:
             if lent.generation != self.generation:
-                outcome = Outcome.RESET
-            self.fill(lent, mark(chunk, self.generation) if outcome is Outcome.DONE else 0)
+                outcome = MissReason.CLEARED
+            self.fill(lent, mark(chunk, self.generation) if outcome is None else 0)
             self.lent.remove(lent)
-            tier.finish_rows(job_id, [chunk], outcome)
-            self.counts[("promoted " if job_id > 0 else "demoted ") + outcome.name] += 1
+            tier.finish_rows(job, [chunk], outcome)
+            self.counts[
+                ("promoted " if job.job_id > 0 else "demoted ")
+                + ("DONE" if outcome is None else outcome.name)
+            ] += 1
 
     def fill(self, lent: Lent, value: int) -> None:
         if lent.job.job_id > 0:
-            lent.row.pieces[0][:] = bytes([value]) * ROW
+            self.tiered.rows[lent.slot] = value
         elif value:
-            self.expect_whole(lent.row.key, bytes(lent.row.pieces[0]))
+            self.expect_whole(lent.key, self.tiered.rows[lent.slot].tobytes())
 
     def load(self) -> None:
-        """Load what is ready of a wish or of any chunks, as a connector does; its bytes must be right."""
+        """Load ready chunks, promoted or not, as a connector does; their bytes must be right."""
         name = self.random.choice([*sorted(self.names), "other"])
         chunks = keys(*self.some(12))
         ready = self.tiered.manager.lookup_prefix(chunks, context(name), wait=False) or 0
-        if not ready or self.tiered.manager.promotions.is_waiting(context(name)):
+        if not ready or self.is_waiting(name):
             return
         spec = self.tiered.manager.prepare_load(chunks[:ready], context(name))
         assert isinstance(spec, CPULoadStoreSpec)
@@ -283,10 +305,10 @@ def test_the_calls_exercised_what_they_claim(totals: Counter[str]) -> None:
     if not totals:
         pytest.skip("runs after test_rows_are_right_and_no_slot_is_lost in the same session only")
     for what in (
-        "wishes",
-        "inquiries",
+        "promotions",
+        "lookups",
         "promoted DONE",
-        "promoted FAILED_CHECK",
+        "promoted FAILED",
         "demoted DONE",
         "returned",
         "loaded",
@@ -300,7 +322,7 @@ def test_a_slot_that_is_freed_while_a_call_writes_it_is_noticed(monkeypatch: pyt
     take = Promotions.take_result
 
     def take_result(self: Promotions, result: TierResult) -> None:
-        if result.outcome is not Outcome.RETURNED:
+        if not result.returned:
             take(self, replace(result, in_use=False))
 
     monkeypatch.setattr(Promotions, "take_result", take_result)
@@ -360,11 +382,11 @@ class AdapterPlay:
 
     def poll(self) -> None:
         for job_id in list(self.tiered.tier.demotions):
-            self.tiered.tier.finish(job_id, outcome=self.random.choice((Outcome.DONE, Outcome.FAILED)))
+            self.tiered.tier.finish(job_id, outcome=self.random.choice((None, MissReason.IO_FAILED)))
         self.tiered.manager.end_step()
 
     def expect_no_adapters(self) -> None:
-        written = {row.key for job in self.tiered.tier.demotions.values() for row in job.rows}
+        written = {key for job in self.tiered.tier.demotions.values() for key in job.keys}
         assert written.isdisjoint(keys(*range(4))), f"seed {self.seed}: an adapter's row is given to a tier"
         self.counts["demoted"] += len(written)
 

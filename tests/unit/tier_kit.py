@@ -10,21 +10,12 @@ from tests.unit.connector_kit import Clock
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.offload.promotions import Wish
+from kvtier.offload.promotions import PromotionRequest, RemoteLookup
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
+from kvtier.offload.waits import TierWait
+from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.testing.manager_suite import key, keys
-from kvtier.tiers.base import (
-    MEDIUM_STORAGE,
-    Outcome,
-    Tier,
-    TierChange,
-    TierJob,
-    TierMiss,
-    TierResult,
-    TierStats,
-)
-
-__all__ = ["ROW", "HandTier", "TickingClock", "Tiered", "context", "key", "keys"]
+from kvtier.tiers.base import MEDIUM_STORAGE, RowBuffer, RowJob, Tier, TierResult, TierStats
 
 ROW = 4096
 
@@ -50,14 +41,14 @@ class HandTier(Tier):
         self.asked: list[tuple[list[OffloadKey], float]] = []
         """What it was asked, and until when."""
         self.has_opened = True
-        self.lent: list[int] = []
-        self.misses: dict[OffloadKey, TierMiss] = {}
+        self.buffer: RowBuffer | None = None
+        self.misses: dict[OffloadKey, MissReason] = {}
         self.refuses: set[OffloadKey] = set()
         """Keys that it does not want."""
         self.begun: set[OffloadKey] = set()
         """Rows that a thread works on: they cannot be withdrawn."""
-        self.promotions: dict[int, TierJob] = {}
-        self.demotions: dict[int, TierJob] = {}
+        self.promotions: dict[int, RowJob] = {}
+        self.demotions: dict[int, RowJob] = {}
         self.lookups = self.keys_looked_up = 0
         self.queued_bytes = 0
         self.suffixes: list[str] = []
@@ -65,9 +56,9 @@ class HandTier(Tier):
         self.closed: list[float] = []
         self.discarded: list[OffloadKey] = []
         self._left: dict[int, set[OffloadKey]] = {}
-        self._late: dict[int, list[OffloadKey]] = {}
+        self._late: dict[RowJob, list[int]] = {}
         self._results: list[TierResult] = []
-        self._events: list[TierChange] = []
+        self._events: list[OffloadingEvent] = []
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         self.lookups += 1
@@ -85,66 +76,73 @@ class HandTier(Tier):
     def is_open(self) -> bool:
         return self.has_opened
 
-    def lend(self, memory: memoryview) -> None:
-        self.lent.append(memory.nbytes)
+    def set_buffer(self, buffer: RowBuffer) -> None:
+        assert self.buffer is None, "it is set once"
+        self.buffer = buffer
 
-    def explain(self, key: OffloadKey) -> TierMiss | None:
-        return None if key in self.held | self.unknown else self.misses.get(key, TierMiss.NEVER_STORED)
+    def explain(self, key: OffloadKey) -> MissReason | None:
+        return None if key in self.held | self.unknown else self.misses.get(key, MissReason.NEVER_STORED)
 
     @property
     def promotion_bytes(self) -> int:
         return self.queued_bytes
 
-    def promote(self, job: TierJob) -> None:
+    def promote(self, job: RowJob) -> None:
         self.promotions[job.job_id] = job
-        self._left[job.job_id] = {row.key for row in job.rows}
+        self._left[job.job_id] = set(job.keys)
 
-    def demote(self, job: TierJob) -> list[OffloadKey]:
-        taken = [row.key for row in job.rows if row.key not in self.held | self.refuses]
+    def demote(self, job: RowJob) -> list[int]:
+        taken = [at for at, key in enumerate(job.keys) if key not in self.held | self.refuses]
         if taken:
             self.demotions[job.job_id] = job
-            self._left[job.job_id] = set(taken)
+            self._left[job.job_id] = {job.keys[at] for at in taken}
         return taken
 
-    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
-        left = self._left.get(job_id, set())
-        given = [key for key in (left if keys is None else keys) if key in left and key not in self.begun]
-        self._end(job_id, given)
+    def withdraw(self, job: RowJob, positions: Sequence[int] | None = None) -> list[int]:
+        left = self._left.get(job.job_id, set()) - self.begun
+        wanted = range(len(job)) if positions is None else positions
+        given = [at for at in wanted if job.keys[at] in left]
+        self._end(job, [job.keys[at] for at in given])
         return given
 
     def finish(
-        self, job_id: int, *numbers: int, outcome: Outcome = Outcome.DONE, in_use: bool = False
+        self, job_id: int, *numbers: int, outcome: MissReason | None = None, in_use: bool = False
     ) -> None:
         """End some rows of a job, or all that are left."""
-        if outcome is Outcome.RETURNED:
-            self.finish_rows(job_id, self._late.pop(job_id), outcome)
-            return
         job = self.promotions.get(job_id) or self.demotions[job_id]
-        left = [row.key for row in job.rows if row.key in self._left[job_id]]
-        self.finish_rows(job_id, keys(*numbers) if numbers else left, outcome, in_use)
+        left = [key for key in job.keys if key in self._left[job_id]]
+        self.finish_rows(job, keys(*numbers) if numbers else left, outcome, in_use)
 
     def finish_rows(
-        self, job_id: int, ended: list[OffloadKey], outcome: Outcome = Outcome.DONE, in_use: bool = False
+        self, job: RowJob, ended: list[OffloadKey], outcome: MissReason | None = None, in_use: bool = False
     ) -> None:
         """End rows of a job."""
-        self._results.append(TierResult(job_id, tuple(ended), outcome, in_use, len(ended) * ROW, 0.001))
-        if job_id in self.demotions and outcome is Outcome.DONE:
+        positions = [job.keys.index(key) for key in ended]
+        self._results.append(TierResult(job, positions, outcome, in_use, seconds=0.001))
+        if job.job_id in self.demotions and outcome is None:
             self.held |= set(ended)
-            self._events.append(TierChange(tuple(ended), self.medium, removed=False))
-        if job_id in self.promotions and outcome is Outcome.FAILED_CHECK:
+            self._events.append(OffloadingEvent(list(ended), self.medium, removed=False))
+        if job.job_id in self.promotions and outcome is MissReason.FAILED:
             self.held -= set(ended)
         if in_use:
-            self._late.setdefault(job_id, []).extend(ended)
-        self._end(job_id, ended)
+            job.given_up = outcome
+            self._late.setdefault(job, []).extend(positions)
+        self._end(job, ended)
 
-    def _end(self, job_id: int, ended: Sequence[OffloadKey]) -> None:
-        left = self._left.get(job_id)
+    def return_rows(self, job: RowJob, *positions: int) -> None:
+        """Give back the memory of late rows of a job, or of all."""
+        ended = list(positions) or self._late[job]
+        self._late[job] = [at for at in self._late[job] if at not in ended]
+        self._results.append(TierResult(job, ended, None, returned=True))
+
+    def _end(self, job: RowJob, ended: Sequence[OffloadKey]) -> None:
+        left = self._left.get(job.job_id)
         if left is not None:
             left.difference_update(ended)
             if not left:
-                del self._left[job_id]
-                self.promotions.pop(job_id, None)
-                self.demotions.pop(job_id, None)
+                del self._left[job.job_id]
+                self.promotions.pop(job.job_id, None)
+                self.demotions.pop(job.job_id, None)
 
     def poll(self) -> list[TierResult]:
         results, self._results = self._results, []
@@ -156,11 +154,11 @@ class HandTier(Tier):
 
     def reset(self, suffix: str) -> None:
         self.suffixes.append(suffix)
-        gone, self.held = tuple(self.held), set()
+        gone, self.held = list(self.held), set()
         if gone:
-            self._events.append(TierChange(gone, self.medium, removed=True))
+            self._events.append(OffloadingEvent(gone, self.medium, removed=True))
 
-    def take_events(self) -> list[TierChange]:
+    def take_events(self) -> list[OffloadingEvent]:
         events, self._events = self._events, []
         return events
 
@@ -222,11 +220,27 @@ class Tiered:
         self.manager.complete_store(output.keys_to_store, True, output.store_spec)
         self.manager.check()
 
-    def wish(self, *numbers: int, name: str = "a", patience: float = 10.0, whole: bool = False) -> bool:
-        """Have a request wish for chunks."""
-        return self.manager.promotions.wish(Wish(keys(*numbers), patience, patience, whole), context(name))
+    def promote(
+        self, *numbers: int, name: str = "a", wait_budget: float = 10.0, whole: bool = False
+    ) -> bool:
+        """Begin the promotion of chunks for a request."""
+        request = PromotionRequest(context(name), keys(*numbers), wait_budget, whole)
+        return self.manager.waits.promote(self.wait(name), request, wait_budget)
 
-    def submit(self) -> TierJob | None:
+    def look_up(self, lookups: list[RemoteLookup], name: str = "a") -> None:
+        """Begin lookups in tiers for a request."""
+        self.manager.waits.look_up(self.wait(name), lookups, 1, 1.0)
+
+    def wait(self, name: str = "a") -> TierWait:
+        """Return the wait of a request, a new one if its last one is over, as after a preemption."""
+        wait = self.manager.waits.open(context(name), 0)
+        if wait is None:
+            self.manager.waits.forget(context(name))
+            wait = self.manager.waits.open(context(name), 0)
+            assert wait is not None
+        return wait
+
+    def submit(self) -> RowJob | None:
         """Begin a step's promotions; return the newest job."""
         self.manager.begin_step()
         self.manager.check()
@@ -242,9 +256,9 @@ class Tiered:
         return [self.manager.lookup(key(number), context()) for number in numbers]
 
     def is_waiting(self, name: str = "a") -> bool:
-        """Say whether a request waits."""
-        return self.manager.promotions.is_waiting(context(name))
+        """Return whether a request waits."""
+        return self.manager.waits.is_waiting(context(name))
 
     def can_evict(self, *numbers: int) -> bool:
-        """Say whether the pool would let all of these chunks go."""
+        """Return whether the pool would let all of these chunks go."""
         return set(keys(*numbers)) <= set(self.pool.coldest(self.num_slots))

@@ -12,7 +12,7 @@ __all__ = ["engine_options", "lora_options", "on_gpu", "skip_without_devices"]
 
 @cache
 def on_gpu() -> bool:
-    """Say whether engines run on a CUDA device. Imports torch, which reads the environment then."""
+    """Return whether engines run on a CUDA device. Imports torch, which reads the environment then."""
     import torch
 
     return torch.cuda.is_available()

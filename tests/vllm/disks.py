@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.tiers.disk.folder import RECORDS
-from kvtier.tiers.disk.header import HEADER_BYTES
-from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES
+from kvtier.tiers.disk.format import EMPTY, HEADER_BYTES, RECORD_BYTES
 
 __all__ = ["PROBE", "disk_tier", "num_rows", "wait_first_miss", "wait_open", "wait_rows"]
 

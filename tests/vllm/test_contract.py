@@ -91,7 +91,7 @@ def test_fields_that_are_read_are_there() -> None:
         assert getattr(kv_events, ours.__name__).__struct_fields__ == ours.__struct_fields__
 
 
-def test_what_vllm_has_not_taken_of_an_output_is_kept(
+def test_the_rest_of_an_output_is_kept_until_vllm_takes_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its failed blocks, a load that vLLM was told of would count as good."""
@@ -149,7 +149,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
+def test_log_lines_and_counts_of_a_run(llama: Path, said: list[str]) -> None:
     clock = ManualClock()
     with vllm_engine(llama, {"cpu": {"capacity": "4MiB"}}) as engine:
         engine.connector._summary.close()
@@ -161,7 +161,7 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
         engine.settle()
         engine.generate([make_prompt(1, 10)])
         clock.now += INTERVAL
-        engine.connector._summary.tell_changes()
+        engine.connector._summary.log_changes()
         found = {
             metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")
         }
@@ -184,7 +184,7 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     assert len(config.namespace.wait(60)) == 64
 
 
-def test_what_was_done_is_told_although_no_step_follows(
+def test_the_summary_is_logged_although_no_step_follows(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM calls a connector in its steps alone, and an engine that has gone idle makes none."""
@@ -373,7 +373,7 @@ def tell_stages(monkeypatch: pytest.MonkeyPatch, *others: tuple[int, ...] | str)
     """Play the other pipeline stages for this one; return what this one tells them."""
     import torch
 
-    from kvtier.integrations.vllm import pipeline_stages
+    from kvtier.integrations.vllm import describe
 
     told: list[Any] = []
 
@@ -382,7 +382,7 @@ def tell_stages(monkeypatch: pytest.MonkeyPatch, *others: tuple[int, ...] | str)
         found[:] = [own, *others]
 
     pipeline = SimpleNamespace(world_size=1 + len(others), cpu_group=None)
-    monkeypatch.setattr(pipeline_stages, "get_pp_group", lambda: pipeline)
+    monkeypatch.setattr(describe, "get_pp_group", lambda: pipeline)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     return told
 
@@ -445,7 +445,7 @@ def test_the_scheduler_waits_for_the_handshake_of_pipeline_stages(llama: Path, c
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from kvtier.integrations.vllm import KVTierConnector
-    from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
+    from kvtier.integrations.vllm.describe import KVTierHandshake
 
     config = engine_config(llama, pipeline_parallel_size=2)
     connector = KVTierConnector(config, KVConnectorRole.SCHEDULER, cache_config)

@@ -209,7 +209,7 @@ def test_libraries_that_prepare_media_and_weights_count() -> None:
     assert {"vllm", "torch", "transformers", "Pillow", "numpy"} <= installed_libraries().keys()
 
 
-def test_what_only_some_processes_note_in_the_config_does_not_count(
+def test_fields_that_only_some_processes_fill_in_do_not_count(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler apart from its workers never sees these two."""

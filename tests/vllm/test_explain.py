@@ -50,9 +50,7 @@ def test_an_answer_says_where_its_prompt_came_from(llama: Path) -> None:
     assert loaded["load_seconds"] > 0
 
 
-def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eviction_is_in_the_answer_and_in_the_log(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.integrations.vllm.connector import logger
 
     said: list[str] = []
@@ -73,7 +71,7 @@ def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(
 @pytest.mark.parametrize(
     "asked", [{}, {"kvtier": 5}, {"kvtier": {"explain": "no"}}, {"other": {"explain": True}}]
 )
-def test_who_does_not_ask_gets_nothing(engine: Engine, asked: Any) -> None:
+def test_a_request_without_the_question_gets_no_explanation(engine: Engine, asked: Any) -> None:
     assert explained(engine, make_prompt(0, 40), asked) is None
 
 
@@ -84,7 +82,7 @@ def test_two_children_give_one_answer(llama: Path) -> None:
 
 
 def test_the_log_tells_of_slow_loads_and_of_losses_at_a_bounded_rate() -> None:
-    from kvtier.integrations.vllm.explain import INTERVAL, RequestLog
+    from kvtier.integrations.vllm.requests import INTERVAL, RequestLog
 
     said: list[str] = []
     clock = ManualClock()
@@ -97,14 +95,14 @@ def test_the_log_tells_of_slow_loads_and_of_losses_at_a_bounded_rate() -> None:
         Explanation(from_tiers={"cpu": 96}, recomputed=4, load_seconds=0.4),
     ]
     for index, explanation in enumerate(fine):
-        log.note(str(index), explanation)
+        log.record(str(index), explanation)
     assert said == []
     slow = Explanation(from_tiers={"cpu": 96}, recomputed=4, load_seconds=0.75)
     for index in range(5):
-        log.note(f"slow {index}", slow)
+        log.record(f"slow {index}", slow)
     assert said == ["kvtier: request slow 0: its load of 96 of 100 prompt tokens took 0.75 s"]
     clock.now += INTERVAL
-    log.note(
+    log.record(
         "lost", Explanation(from_gpu=32, recomputed=68, first_miss=MissReason.FAILED, first_missing_token=32)
     )
     expected = "68 of 100 prompt tokens were computed; what begins at token 32: failed its check"

@@ -36,7 +36,7 @@ class Device:
 def use_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend to run elsewhere."""
     return lambda *where: monkeypatch.setattr(
-        "kvtier.integrations.vllm.layout.current_platform", Device(*where)
+        "kvtier.integrations.vllm.describe.current_platform", Device(*where)
     )
 
 

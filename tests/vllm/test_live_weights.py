@@ -295,13 +295,13 @@ def make_model(sizes: tuple[int, ...] = (100, 7, 4096, 1)) -> Any:
 
 
 def watch(model: Any, clock: ManualClock, **more: Any) -> Any:
-    from kvtier.integrations.vllm.live_weights import LiveWeights
+    from kvtier.integrations.vllm.weights import LiveWeights
 
     return LiveWeights([model], clock=clock, **more)
 
 
 def changed_after(weights: Any, clock: ManualClock, pause: float) -> bool:
-    """Say whether the step that follows a pause finds new weights."""
+    """Return whether the step that follows a pause finds new weights."""
     clock.now += pause
     weights.look()
     found = weights.take_change()
@@ -387,8 +387,27 @@ def test_weights_that_are_away_or_in_another_form_have_changed() -> None:
     assert changed_after(weights, clock, pause=1.0)
 
 
+def test_a_worker_without_a_runner_warns_once_that_changes_go_unnoticed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives a connector no reference to its model, so the runner is looked for among the callers."""
+    from kvtier.integrations.vllm.connector import logger
+
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda message, *_: warnings.append(message))
+    with vllm_engine(llama, {}) as engine:
+        assert engine.worker._live_weights is not None
+        assert warnings == []
+    monkeypatch.setattr("kvtier.integrations.vllm.connector.find_models", list)
+    with vllm_engine(llama, {}) as engine:
+        assert engine.worker._live_weights is None
+        engine.generate(PROMPTS)
+    (warning,) = warnings
+    assert "model runner was not found" in warning
+
+
 def test_experts_that_vllm_moves_are_not_watched() -> None:
-    from kvtier.integrations.vllm.live_weights import watchable
+    from kvtier.integrations.vllm.weights import watchable
 
     def config(eplb: bool, group: int) -> Any:
         prefetch = SimpleNamespace(offload_group_size=group)

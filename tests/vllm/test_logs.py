@@ -96,7 +96,7 @@ def kvtier_logger() -> Iterator[logging.Logger]:
 
 
 def show(configure: bool = True, file: str | None = None) -> None:
-    from kvtier.integrations.vllm.logs import show_messages
+    from kvtier.integrations.vllm.metrics import show_messages
 
     show_messages(SimpleNamespace(configure_logging=configure, pylogging_config_file=file))
 
@@ -112,9 +112,9 @@ def test_messages_go_to_the_handlers_that_vllm_has_at_the_time(
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record, name=name: said.append(f"{name} {record.name} {record.getMessage()}")
         monkeypatch.setattr(vllm, "handlers", [handler])
-        logging.getLogger("kvtier.tiers.health").warning("%s", name)
+        logging.getLogger("kvtier.tiers.io_tier").warning("%s", name)
         logging.getLogger("kvtier").info("not at vLLM's level")
-    assert said == ["old kvtier.tiers.health old", "new kvtier.tiers.health new"]
+    assert said == ["old kvtier.tiers.io_tier old", "new kvtier.tiers.io_tier new"]
     assert logging.getLogger().handlers == root
     assert kvtier_logger.level == vllm.getEffectiveLevel()
 

@@ -40,7 +40,7 @@ def test_only_so_many_tokens_are_loaded(model: Path, reference: Reference, limit
     assert (again.cached, [again.tokens]) == (loaded, reference(model, [PROMPT]))
 
 
-def test_who_reads_no_cache_loads_nothing_and_is_stored(llama: Path) -> None:
+def test_a_request_that_skips_the_cache_loads_nothing_and_is_stored(llama: Path) -> None:
     with vllm_engine(llama, {}) as engine:
         first = run(engine, skip_reading_prefix_cache=True)
         engine.forget()

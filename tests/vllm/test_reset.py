@@ -70,7 +70,7 @@ def test_weights_that_change_at_a_reset(model: Path, how: str) -> None:
     assert rounds == [expected] * 3
 
 
-def test_what_vllm_could_not_clear_is_not_kept(model: Path) -> None:
+def test_blocks_that_vllm_could_not_clear_are_not_kept(model: Path) -> None:
     """While a request runs, a reset clears kvtier's tiers but not vLLM's own cache, from which others then
     go on.
     """
@@ -100,7 +100,7 @@ def test_what_vllm_could_not_clear_is_not_kept(model: Path) -> None:
     assert rounds == [expected] * 2
 
 
-def test_what_is_computed_on_top_of_it_after_a_preemption_is_not_kept_either(llama: Path) -> None:
+def test_kv_computed_on_uncleared_blocks_after_a_preemption_is_not_kept(llama: Path) -> None:
     """A request that ran at the reset finds its own blocks of before in vLLM's cache when it comes again."""
     running = [make_prompt(seed, 100) for seed in range(3)]
     prompts = [prompt + make_prompt(9, 20) for prompt in running]

@@ -190,7 +190,7 @@ def check_rows(engine: Engine) -> None:
     assert not is_close(other, computed)
 
 
-def test_what_is_stored_while_drafting_is_final(eagle: Drafting) -> None:
+def test_chunks_stored_while_drafting_are_final(eagle: Drafting) -> None:
     with drafting_engine(eagle) as engine:
         check_rows(engine)
 

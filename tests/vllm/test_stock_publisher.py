@@ -83,7 +83,7 @@ def test_a_subscriber_has_the_truth_whenever_the_traffic_pauses(
     assert consumers[1].status.counters.restarts == 1  # whoever shows it first, an answer or the live stream
 
 
-def test_what_the_buffer_has_lost_is_known_to_be_missing(start: Start, follow: Follow) -> None:
+def test_batches_lost_from_the_buffer_are_known_to_be_missing(start: Start, follow: Follow) -> None:
     """Late join and a gap beyond the buffer: degraded, until the cache is cleared."""
     engine = start(7, buffer_steps=BUFFER)
     follower = follow(engine.link.endpoint, engine.replay_endpoint)

@@ -21,15 +21,11 @@ from typer import Option
 from kvtier.cli.display import ProgressDisplay, print_result
 from kvtier.cli.interrupts import interruptible
 from kvtier.config import KVTierConfig
-from kvtier.demo.models import DEMO_MODEL, QUICK_MODEL
 from kvtier.demo.result import DemoResult
-from kvtier.demo.run import run_demo
-from kvtier.demo.setup import DemoSettings
-from kvtier.demo.workload import Workload
+from kvtier.demo.runs import run_demo
+from kvtier.demo.setup import DEMO_MODEL, QUICK_MODEL, DemoSettings, Workload
 from kvtier.errors import ConfigError, InputError, OutsideError
 from kvtier.report import render_report
-
-__all__ = ["demo_command"]
 
 _FAMILIES = "Llama, Qwen2, Qwen3, Mistral or Ministral"
 _QUICK: dict[str, int] = {
@@ -157,7 +153,7 @@ def demo_command(
 
 
 def _run(settings: DemoSettings, command: list[str], json_file: str | None, report: Path | None) -> bool:
-    """Run the demo, show it, write the requested files, and say whether all tokens are the same."""
+    """Run the demo, show it, write the requested files, and return whether all tokens are the same."""
     _expect_writable("--report", report)
     _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
     _prepare_engine(settings.kvtier.cpu.policy)

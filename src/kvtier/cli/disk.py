@@ -18,7 +18,7 @@ from kvtier.cli.disk_checks import read_folder
 from kvtier.config import format_size, parse_duration
 from kvtier.errors import InputError, OutsideError
 from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks
-from kvtier.tiers.disk.header import VERSION
+from kvtier.tiers.disk.format import VERSION
 
 __all__ = ["check_command", "disk_app", "gc_command", "ls_command"]
 

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResult
 from kvtier.demo.summary import (
+    OWN_RUNS,
     RESTART_RUNS,
     Row,
     describe_model,
@@ -33,8 +34,7 @@ from kvtier.demo.summary import (
 
 __all__ = ["ProgressDisplay", "print_result"]
 
-_NAMES = {"off": "without kvtier", "on": "with kvtier"}
-_ALL_NAMES = _NAMES | RESTART_RUNS
+_ALL_NAMES = OWN_RUNS | RESTART_RUNS
 _FEW = 8
 """A run with fewer requests gets a single line, at its end."""
 _REFRESHES_PER_SECOND = 8
@@ -143,7 +143,7 @@ def _fits(console: Console, table: Table) -> bool:
 
 def _list(rows: Iterable[Row]) -> Text:
     """Write each row of the result in two lines."""
-    text = Text(f"\n{' → '.join(_NAMES.values())}\n", style="bold")
+    text = Text(f"\n{' → '.join(OWN_RUNS.values())}\n", style="bold")
     for row in rows:
         values = f"{row.off} → {row.on}" if row.off else row.on
         text.append(f"{row.label}\n", style="not bold")
@@ -155,7 +155,7 @@ def print_result(console: Console, result: DemoResult) -> None:
     """Print which model ran, the runs side by side, and the verdict."""
     console.print(Text(f"model: {describe_model(result)}"))
     rows = list(summarize(result))
-    table = _make_table(("", *_NAMES.values(), ""), rows)
+    table = _make_table(("", *OWN_RUNS.values(), ""), rows)
     console.print(table if _fits(console, table) else _list(rows))
     if result.restart is not None:
         _print_restart(console, result.restart)

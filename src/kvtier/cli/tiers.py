@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import typer
 from typer import Argument, Option
 
@@ -34,7 +35,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError, InputError, KVTierError
 from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.tiers.base import LentRow, Outcome, TierJob
+from kvtier.tiers.base import Direction, RowBuffer, RowJob
 from kvtier.tiers.disk.folder import find_places
 from kvtier.tiers.io_tier import IOTier
 from kvtier.tiers.shared_tier import SharedTier
@@ -160,14 +161,16 @@ def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: i
         namespace=f"kvtier tiers check {secrets.token_hex(8)}",
     )
     seconds: dict[str, float] = {}
+    names = [make_offload_key(secrets.token_bytes(32), 0) for _ in range(num_rows)]
+    memory = bytearray(secrets.token_bytes(num_rows * row_bytes))
     with _timed(seconds, "open"):
         made = make_tier(tier, engine)
         assert isinstance(made, IOTier)
+        made.set_buffer(RowBuffer(memoryview(memory), row_bytes))
         made.wait_open(_SECONDS)
     try:
-        names = [make_offload_key(secrets.token_bytes(32), 0) for _ in range(num_rows)]
         try:
-            problem = _move(made, names, row_bytes, seconds)
+            problem = _move(made, names, memory, seconds)
         finally:
             left = _remove(made, names)
         problem = problem or left
@@ -184,16 +187,15 @@ def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: i
     )
 
 
-def _move(tier: IOTier, names: list[OffloadKey], row_bytes: int, seconds: dict[str, float]) -> str | None:
-    """Put, look up and get rows; return the problem, if any."""
-    payloads, num_rows = {name: secrets.token_bytes(row_bytes) for name in names}, len(names)
+def _move(tier: IOTier, names: list[OffloadKey], memory: bytearray, seconds: dict[str, float]) -> str | None:
+    """Put, look up and get the rows in a memory; return the problem, if any."""
     if not tier.is_open():
         return tier.problem or f"{tier.where}: it does not open"
-    job = _job(1, {name: bytearray(payload) for name, payload in payloads.items()})
+    payload = bytes(memory)
     with _timed(seconds, "put"):
-        taken = tier.demote(job)
-        outcome = _wait(tier, 1, len(taken))
-    if len(taken) < num_rows or outcome is not None:
+        taken = tier.demote(job := _job(1, Direction.DEMOTE, names))
+        outcome = _wait(tier, job, len(taken))
+    if len(taken) < len(names) or outcome is not None:
         return f"{tier.where}: a row could not be put: {outcome or 'it was refused'}"
     unheard = [make_offload_key(secrets.token_bytes(32), 0) for _ in names]
     with _timed(seconds, "lookup"):
@@ -201,30 +203,28 @@ def _move(tier: IOTier, names: list[OffloadKey], row_bytes: int, seconds: dict[s
         while None in tier.lookup_many(unheard) and tier.stats().suspended is None:
             tier.wait_any(0.01)
             tier.poll()
-    memory = {name: bytearray(row_bytes) for name in names}
-    job = _job(2, memory)
+    memory[:] = bytes(len(memory))
     with _timed(seconds, "get"):
-        tier.promote(job)
-        outcome = _wait(tier, 2, num_rows)
+        tier.promote(job := _job(2, Direction.PROMOTE, names))
+        outcome = _wait(tier, job, len(names))
     if outcome is not None:
         return f"{tier.where}: a row that was put could not be got: {outcome}"
-    return None if memory == payloads else f"{tier.where}: a row came back with other bytes"
+    return None if memory == payload else f"{tier.where}: a row came back with other bytes"
 
 
-def _job(number: int, memory: dict[OffloadKey, bytearray]) -> TierJob:
-    rows = tuple(LentRow(name, (memoryview(row),)) for name, row in memory.items())
-    return TierJob(number, rows, time.monotonic() + _SECONDS)
+def _job(number: int, direction: Direction, names: list[OffloadKey]) -> RowJob:
+    return RowJob(number, direction, names, np.arange(len(names)), time.monotonic() + _SECONDS)
 
 
-def _wait(tier: IOTier, job_id: int, num_rows: int) -> str | None:
+def _wait(tier: IOTier, job: RowJob, num_rows: int) -> str | None:
     """Wait for the results of rows; return the problem of the first that failed."""
     problem: str | None = None
     while num_rows > 0:
         tier.wait_any(0.1)
         for result in tier.poll():
-            if result.job_id == job_id and result.outcome is not Outcome.RETURNED:
-                num_rows -= len(result.keys)
-                if result.outcome is not Outcome.DONE:
+            if result.job is job and not result.returned:
+                num_rows -= len(result.positions)
+                if result.outcome is not None:
                     problem = problem or result.why or result.outcome.value
     return problem
 

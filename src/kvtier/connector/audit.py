@@ -16,6 +16,7 @@ thread only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,14 +24,15 @@ from random import Random
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.jobs import StoreJob, gpu_end_of
-from kvtier.connector.lookup import match_prefix
-from kvtier.connector.metadata import ReqId, TransferReport
+from kvtier.connector.load_decision import match_prefix
+from kvtier.connector.metadata import OffloadingConnectorMetadata, ReqId, TransferReport
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST, MissReason, OffloadingManager
+from kvtier.offload.base import NO_REQUEST, OffloadingManager, ReadLease, WriteLease
+from kvtier.residency import MissReason
 from kvtier.transfer.base import AuditLoadStoreSpec, BlockIDsLoadStoreSpec
 
-__all__ = ["AuditJob", "Audits"]
+logger = logging.getLogger(__name__)
 
 _ADVANCE = 4096
 """Tokens that a process may spend on audits before it has computed any."""
@@ -52,32 +54,39 @@ _SCRATCH = b"audit"
 class AuditJob(StoreJob):
     """A store into scratch slots, under keys that nobody looks up, and a comparison with kept rows."""
 
-    audited: list[OffloadKey]
-    """The keys of the kept rows, in the order of `keys`."""
-    kept_end: BlockIDsLoadStoreSpec
-    """The kept rows' places. They are pinned for the audit."""
+    kept: ReadLease
+    """The kept rows, in the order of `keys`."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tiers that rows were promoted from for the request."""
     distance: float = 0.0
 
+    def add_to(self, meta: OffloadingConnectorMetadata) -> None:
+        """Order this audit."""
+        scratch, kept = self.lease.spec, self.kept.spec
+        assert isinstance(scratch, BlockIDsLoadStoreSpec)
+        assert isinstance(kept, BlockIDsLoadStoreSpec)
+        meta.audits[self.job_id] = (
+            self.req_id,
+            (self.gpu_end, AuditLoadStoreSpec(scratch.block_ids, kept.block_ids)),
+        )
+
+    def settle(self) -> None:
+        """Free the scratch slots, and unpin the kept rows."""
+        self.lease.abandon()
+        self.kept.release()
+
     def take_report(self, report: TransferReport) -> None:
-        """Note the report of one rank."""
+        """Take in the report of one rank."""
         StoreJob.take_report(self, report)
         self.distance = max(self.distance, report.result.distance or 0.0)
 
-    @property
-    def orders(self) -> AuditLoadStoreSpec:
-        """The pool's end of the audit, for the workers."""
-        assert isinstance(self.pool_end, BlockIDsLoadStoreSpec)
-        return AuditLoadStoreSpec(self.pool_end.block_ids, self.kept_end.block_ids)
-
     def wrong(self) -> list[OffloadKey]:
         """Return the keys of the kept rows that are not the KV that was computed."""
-        return [self.audited[index] for index in sorted(self.corrupt)]
+        return [self.kept.keys[index] for index in sorted(self.corrupt)]
 
 
 class Audits:
-    """The choice of the hits that are audited, and the jobs that audit them."""
+    """Chooses the hits that are audited, and plans the jobs that audit them."""
 
     def __init__(
         self,
@@ -137,29 +146,30 @@ class Audits:
     def plan(self, state: RequestState, available: int, allocated_at: Mapping[int, int]) -> AuditJob | None:
         """Plan the audit of the chunks to audit that a request has computed, up to token `available`.
 
-        Rows are pinned and scratch slots are taken until the job is over. `None`: no such chunk is kept, or
-        there is no place. `allocated_at` tells which blocks of windowed groups the request has lost.
+        Rows are pinned and scratch slots are taken until the job is over. `None` means that no such chunk is
+        kept, or that there is no slot. `allocated_at` tells which blocks of windowed groups the request has
+        lost.
         """
         chunks = [self._take_computed(state, group, available, allocated_at) for group in state.groups]
         first_left = min(available // group.chunk_size * group.chunk_size for group in self._geometry.groups)
         state.audit = range(max(state.audit.start, first_left), state.audit.stop)
-        keys = [key for places in chunks for key in places]
+        keys = [key for group in chunks for key in group]
         most = min(_MOST_CHUNKS, max(1, self._config.num_slots // _SCRATCH_SHARE))
         if len(keys) > most:
             chosen = set(islice(keys, 0, None, -(-len(keys) // most)))
-            chunks = [{key: at for key, at in places.items() if key in chosen} for places in chunks]
-            keys = [key for places in chunks for key in places]
+            chunks = [{key: at for key, at in group.items() if key in chosen} for group in chunks]
+            keys = [key for group in chunks for key in group]
         if not keys:
             return None
-        kept_end = self._manager.prepare_load(keys, NO_REQUEST)
+        kept = ReadLease(self._manager, keys, self._manager.prepare_load(keys, NO_REQUEST))
         scratch_keys = [OffloadKey(_SCRATCH + key) for key in keys]
         taken = self._manager.reserve(scratch_keys, state.context)
-        if taken is None or taken.keys_to_store != scratch_keys:
-            if taken is not None:  # another audit has some of these keys, or there is too little room
-                self._manager.complete_store(taken.keys_to_store, success=False, spec=taken.store_spec)
-            self._manager.complete_load(keys, kept_end)
+        scratch = WriteLease(self._manager, taken.keys_to_store, taken.store_spec) if taken else None
+        if scratch is None or scratch.keys != scratch_keys:
+            if scratch is not None:  # another audit has some of these keys, or there is too little room
+                scratch.abandon()
+            kept.release()
             return None
-        assert isinstance(kept_end, BlockIDsLoadStoreSpec)
         gpu_end, num_bytes = gpu_end_of(self._config, state, chunks)
         return AuditJob(
             request=state,
@@ -169,9 +179,8 @@ class Audits:
             num_bytes=num_bytes,
             missing_ranks=set(self._config.storing_ranks),
             deadline=self._config.settings.store_deadline,
-            pool_end=taken.store_spec,
-            audited=keys,
-            kept_end=kept_end,
+            lease=scratch,
+            kept=kept,
             sources={key: state.audit_sources.get(key, "cpu") for key in keys},
         )
 
@@ -190,15 +199,17 @@ class Audits:
         held = self._manager.lookup_many(list(chunks), state.context)
         return {key: at for (key, at), is_held in zip(chunks.items(), held, strict=True) if is_held}
 
-    def release(self, job: AuditJob) -> None:
-        """Give back the slots of an audit that is over, and unpin the kept rows."""
-        self._manager.complete_store(job.keys, success=False, spec=job.pool_end)
-        self._manager.complete_load(job.audited, job.kept_end)
-
-    def take_verdict(self, job: AuditJob) -> bool:
-        """Drop the wrong rows of an audit in all tiers; say whether all rows must be distrusted now."""
+    def judge(self, job: AuditJob) -> bool:
+        """Drop the wrong rows of an audit in all tiers; return whether all rows must be distrusted now."""
         self.largest_distance = max(self.largest_distance, job.distance)
         if wrong := job.wrong():
+            logger.error(
+                "audit: request %s: %d of %d kept chunks are not the KV that was computed; the first is %s"
+                " (tier %s); the largest distance is %.3g, at most %.3g is expected; they are dropped in all"
+                " tiers",
+                job.req_id, len(wrong), len(job.keys), wrong[0].hex(), job.sources[wrong[0]],
+                job.distance, self._config.audit_tolerance,
+            )  # fmt: skip
             self._manager.discard(wrong, MissReason.FAILED)
             self._mismatched.add(job.req_id)
         return len(self._mismatched) >= _MOST_MISMATCHES

@@ -27,13 +27,10 @@ from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.errors import InputError
 from kvtier.events.tracker import Describe
 from kvtier.events.types import KVCacheEvent
-from kvtier.offload.base import OffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
+from kvtier.offload.base import OffloadingSpec, OffloadingSpecFactory
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["OffloadingConnector"]
 
 
 class OffloadingConnector:
@@ -79,7 +76,7 @@ class OffloadingConnector:
     # The scheduler's side.
 
     def on_new_request(self, request: RequestView) -> None:
-        """Note that a request was queued. An earlier request may have had the same id."""
+        """Record that a request was queued. An earlier request may have had the same id."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -91,7 +88,7 @@ class OffloadingConnector:
     def update_state_after_alloc(
         self, request: RequestView, blocks: BlockIds, num_external_tokens: int
     ) -> None:
-        """Note the blocks that a request got; with external tokens, plan their load."""
+        """Record the blocks that a request got; with external tokens, plan their load."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: StepView) -> OffloadingConnectorMetadata:
@@ -105,7 +102,10 @@ class OffloadingConnector:
     def request_finished(
         self, request: RequestView, block_ids: BlockIds | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. `True`: keep its blocks, and do not reuse its id, until an output names it."""
+        """End a request.
+
+        `True` means that its blocks must be kept, and its id not reused, until an output names it.
+        """
         return self._scheduler.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -117,7 +117,7 @@ class OffloadingConnector:
         return self._scheduler.retell_events()
 
     def explain(self, req_id: ReqId) -> Explanation | None:
-        """Say where a request's prompt came from."""
+        """Return where a request's prompt came from."""
         return self._scheduler.explain(req_id)
 
     def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
@@ -125,17 +125,17 @@ class OffloadingConnector:
         return self._scheduler.reset_cache(kept_blocks)
 
     def forget_stale_blocks(self) -> None:
-        """Note that the engine has none of the blocks any more that it kept at the last reset."""
+        """Record that the engine has none of the blocks any more that it kept at the last reset."""
         self._scheduler.forget_stale_blocks()
 
     def has_pending_push_work(self) -> bool:
-        """Say whether the engine must keep stepping although it has no requests."""
+        """Return whether the engine must keep stepping although it has no requests."""
         return self._scheduler.has_pending_push_work()
 
     def wait_for_tiers(self, timeout: float) -> bool:
         """Block until chunks from a tier may have come, for an engine that has nothing else to do.
 
-        `False`: no chunk is on its way.
+        Returns `False` if no chunk is on its way.
         """
         return self._scheduler.wait_for_tiers(timeout)
 
@@ -146,7 +146,7 @@ class OffloadingConnector:
     ) -> None:
         """Register the engine's KV tensors, by layer name, before the first step.
 
-        `blocks_first`: all tensors count blocks in their first dimension, also where its size is two.
+        With `blocks_first`, all tensors count blocks in their first dimension, also where its size is two.
         """
         self._worker.register_kv_caches(kv_caches, blocks_first=blocks_first)
 
@@ -170,27 +170,9 @@ class OffloadingConnector:
         """
         self._worker.handle_preemptions(metadata)
 
-    def start_load_kv(self, forward_context: Any = None, *, by_layer: bool = False, **kwargs: Any) -> None:
-        """Start this step's loads.
-
-        With `by_layer` the first layers come first, for an engine that calls `await_layer`.
-        """
-        self._worker.start_load_kv(self._bound(), by_layer=by_layer)
-
-    def await_layer(self, req_id: ReqId, layer_name: str, timeout: float) -> bool:
-        """Wait until one layer of a request's load is in place; say whether that succeeded.
-
-        On a device the caller's stream waits, not the caller. This is for an engine that computes before the
-        load is reported: its result counts only if the load succeeds.
-        """
-        return self._worker.await_layer(req_id, layer_name, timeout)
-
-    def is_storing(self, block_ids: set[int]) -> bool:
-        """Say whether a running store reads one of these blocks.
-
-        An engine that computes ahead must not write to such a block.
-        """
-        return self._worker.is_storing(block_ids)
+    def start_load_kv(self, forward_context: Any = None, **kwargs: Any) -> None:
+        """Start this step's loads."""
+        self._worker.start_load_kv(self._bound())
 
     def void_loads(self) -> None:
         """Count the loads that run now as failed, whatever they bring."""
@@ -209,7 +191,7 @@ class OffloadingConnector:
         self._worker.start_store_kv(self._bound())
 
     def take_output(self) -> KVConnectorOutput:
-        """Take everything that this worker tells after a step."""
+        """Take this worker's message after a step."""
         return self._worker.take_output()
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
@@ -222,7 +204,7 @@ class OffloadingConnector:
     def wait_for_transfers(self, timeout: float) -> bool:
         """Block until a transfer is over or `timeout` seconds have passed.
 
-        This is for an engine with nothing else to do. `False`: no transfer runs.
+        This is for an engine with nothing else to do. Returns `False` if no transfer runs.
         """
         return self._worker.wait_for_transfers(timeout)
 

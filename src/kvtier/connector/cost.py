@@ -1,13 +1,13 @@
 """`CostModel`: is a load faster than recomputing? It learns from past steps, loads and promotions.
 
 `StepTimer` measures how long each step took, even if an engine schedules a step while the step before it
-still runs. `Price` is a running average of seconds per byte, of loads and of each tier's promotions; or of
-seconds per inquiry, where an inquiry counts as one byte. A transfer that was given up would have taken at
-least as long as the wait for it, so the average is at least that until a transfer arrives. `CostModel`
-compares these prices with the seconds per token of prefill-sized steps. Until both are known every load is
-worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th refusal goes ahead, so that a stale average
-is corrected. After a transfer that was given up the next try comes sooner, since a bus or tier that stood
-still may move again. The scheduler's side of the connector uses this on its thread.
+still runs. `CostEstimate` is a running average of seconds per byte, of loads and of each tier's promotions;
+or of seconds per remote lookup, where a lookup counts as one byte. A transfer that was given up would have
+taken at least as long as the wait for it, so the average is at least that until a transfer arrives.
+`CostModel` compares these estimates with the seconds per token of prefill-sized steps. Until both are known
+every load is worth doing. A refusal is not permanent: every `_RETRY_AFTER`-th refusal goes ahead, so that a
+stale average is corrected. After a transfer that was given up the next try comes earlier, since a bus or
+tier that stood still may move again. The scheduler's side of the connector uses this on its thread.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from kvtier.connector.metadata import ReqId
 from kvtier.errors import IntegrityError
 from kvtier.offload.promotions import TierCost
 
-__all__ = ["CostModel", "PrefillQueue", "Price", "StepTimer"]
-
 _WEIGHT = 0.2
-_MIN_STEP_TOKENS = 32  # a decode step is bound by latency and does not show the price of a prefill token
+_MIN_STEP_TOKENS = 32  # a decode step is bound by latency and does not show the cost of a prefill token
 _RETRY_AFTER = 64
 _FIRST_RETRY_AFTER = 4  # doubled after each retry that fails
 _MAX_IN_FLIGHT = 16
@@ -31,7 +29,7 @@ _FADING = 0.5 ** (1 / _HALF_LIFE)
 
 
 class StepTimer:
-    """The timer of steps that begin and end in one order, with several of them in flight.
+    """Times steps that begin and end in one order, with several of them in flight.
 
     step 1   |=========|
     step 2        |....=========|      the wait (.) for step 1 does not count as time of step 2
@@ -42,11 +40,11 @@ class StepTimer:
         self._last_end = float("-inf")
 
     def begin(self, now: float, num_tokens: int) -> None:
-        """Note that a step of `num_tokens` tokens has been scheduled."""
+        """Record that a step of `num_tokens` tokens has been scheduled."""
         self._in_flight.append((now, num_tokens))
 
     def end(self, now: float) -> tuple[int, float] | None:
-        """End the oldest step and return its tokens and seconds; `None` if none is in flight."""
+        """End the oldest step and return its tokens and seconds, or `None` if none is in flight."""
         if not self._in_flight:
             return None
         begun, num_tokens = self._in_flight.popleft()
@@ -54,15 +52,15 @@ class StepTimer:
         return num_tokens, now - begun
 
 
-class Price:
+class CostEstimate:
     """The learnt seconds per byte of one kind of transfer."""
 
     def __init__(self) -> None:
         self.seconds_per_byte: float | None = None
         self._refusals, self._retry_after = 0, _RETRY_AFTER
-        self._has_lost = False  # whether the last transfer that was noted had been given up
+        self._has_lost = False  # whether the last transfer had been given up
 
-    def note(self, num_bytes: int, seconds: float) -> None:
+    def learn(self, num_bytes: int, seconds: float) -> None:
         """Learn from a transfer that arrived."""
         if num_bytes > 0 and seconds > 0:
             # A transfer that arrives disproves the bound of a lost one.
@@ -70,7 +68,7 @@ class Price:
             self.seconds_per_byte = _blend(known, seconds / num_bytes)
             self._has_lost, self._retry_after = False, _RETRY_AFTER
 
-    def note_lost(self, num_bytes: int, seconds: float) -> None:
+    def learn_lost(self, num_bytes: int, seconds: float) -> None:
         """Learn from a transfer that was given up after `seconds`: it would have taken longer."""
         if num_bytes > 0 and seconds > 0:
             self.seconds_per_byte = max(self.seconds_per_byte or 0.0, seconds / num_bytes)
@@ -80,97 +78,97 @@ class Price:
             self._has_lost, self._refusals = True, 0
 
     def recall(self, seconds_per_byte: float | None) -> None:
-        """Begin with a price learnt by another process, unless one is known."""
+        """Begin with an estimate learnt by another process, unless one is known."""
         if self.seconds_per_byte is None and seconds_per_byte is not None and 0.0 < seconds_per_byte < 1.0:
             self.seconds_per_byte = seconds_per_byte
 
     def seconds(self, num_bytes: int) -> float | None:
-        """Estimate the seconds of a transfer; `None`: not known yet."""
+        """Estimate the seconds of a transfer; `None` means that nothing is known yet."""
         return None if self.seconds_per_byte is None else num_bytes * self.seconds_per_byte
 
     def is_due(self) -> bool:
-        """Count a refusal, and say whether it is time to try anyway."""
+        """Count a refusal, and return whether it is time to try anyway."""
         self._refusals += 1
         return self._refusals % self._retry_after == 0
 
 
 class CostModel:
-    """The estimates of the time of loads, of promotions by tier, and of recomputation."""
+    """Estimates the time of loads, of promotions and remote lookups by tier, and of recomputation."""
 
     def __init__(self) -> None:
-        self._bus = Price()
-        self._tiers: dict[str, Price] = {}
-        self._inquiries: dict[str, Price] = {}
+        self._bus = CostEstimate()
+        self._tiers: dict[str, CostEstimate] = {}
+        self._lookups: dict[str, CostEstimate] = {}
         self._seconds_per_token: float | None = None
         self.slowest_step = 0.0
         """Seconds of the slowest recent step; this maximum falls by half in `_HALF_LIFE` steps."""
 
-    def note_load(self, num_bytes: int, seconds: float) -> None:
+    def learn_load(self, num_bytes: int, seconds: float) -> None:
         """Learn from a load that arrived."""
-        self._bus.note(num_bytes, seconds)
+        self._bus.learn(num_bytes, seconds)
 
-    def note_lost_load(self, num_bytes: int, seconds: float) -> None:
+    def learn_lost_load(self, num_bytes: int, seconds: float) -> None:
         """Learn from a load that was given up after `seconds`: it would have taken longer."""
-        self._bus.note_lost(num_bytes, seconds)
+        self._bus.learn_lost(num_bytes, seconds)
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
+    def learn_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` tokens."""
         self.slowest_step = max(seconds, self.slowest_step * _FADING)
         if num_tokens >= _MIN_STEP_TOKENS and seconds > 0:
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
 
-    def price_of(self, tier: str) -> Price:
-        """Return the price of a tier's promotions, which the caller may read and teach."""
-        return self._tiers.setdefault(tier, Price())
+    def promotion_estimate(self, tier: str) -> CostEstimate:
+        """Return the estimate of a tier's promotions, which the caller may read and teach."""
+        return self._tiers.setdefault(tier, CostEstimate())
 
-    def inquiry_price_of(self, tier: str) -> Price:
-        """Return the price of an inquiry to a tier, which the caller may read and teach."""
-        return self._inquiries.setdefault(tier, Price())
+    def lookup_estimate(self, tier: str) -> CostEstimate:
+        """Return the estimate of a tier's remote lookups, which the caller may read and teach."""
+        return self._lookups.setdefault(tier, CostEstimate())
 
     def load_seconds(self, num_bytes: int) -> float | None:
-        """Estimate how long a load takes; `None`: not known yet."""
+        """Estimate how long a load takes; `None` means that nothing is known yet."""
         return self._bus.seconds(num_bytes)
 
     def promotion_seconds(self, costs: Iterable[TierCost]) -> float | None:
-        """Estimate how long promotions take, behind those that are queued; `None`: not known yet.
+        """Estimate how long promotions take behind those that are queued. Tiers work in parallel.
 
-        Tiers work in parallel.
+        `None` means that nothing is known yet of some tier.
         """
         longest = 0.0
         for cost in costs:
-            seconds = self.price_of(cost.tier).seconds(cost.num_bytes + cost.queued_bytes)
+            seconds = self.promotion_estimate(cost.tier).seconds(cost.num_bytes + cost.queued_bytes)
             if seconds is None:
                 return None
             longest = max(longest, seconds)
         return longest
 
-    def inquiry_seconds(self, tiers: Iterable[str]) -> float | None:
-        """Estimate how long tiers take to answer in parallel; `None`: not known yet."""
-        seconds = [self.inquiry_price_of(tier).seconds(1) for tier in tiers]
+    def lookup_seconds(self, tiers: Iterable[str]) -> float | None:
+        """Estimate how long tiers take to answer in parallel; `None` means that this is not known yet."""
+        seconds = [self.lookup_estimate(tier).seconds(1) for tier in tiers]
         known = [second for second in seconds if second is not None]
         return max(known, default=0.0) if len(known) == len(seconds) else None
 
     def compute_seconds(self, num_tokens: int) -> float | None:
-        """Estimate how long it takes to compute tokens; `None`: not known yet."""
+        """Estimate how long it takes to compute tokens; `None` means that nothing is known yet."""
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
 
     def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
-        """Say whether waiting and then loading should be faster than computing the tokens."""
+        """Return whether waiting and then loading should be faster than computing the tokens."""
         load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
         return load is None or compute is None or wait + load <= compute or self._bus.is_due()
 
     def worth_promoting(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
-        """Say whether promoting chunks and loading them should be faster than computing."""
+        """Return whether promoting chunks and loading them should be faster than computing."""
         if expected <= compute:
             return True
-        due = [self.price_of(tier).is_due() for tier in tiers]
+        due = [self.promotion_estimate(tier).is_due() for tier in tiers]
         return any(due)
 
     def worth_asking(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
-        """Say whether asking tiers and promoting all their chunks should be faster than computing."""
+        """Return whether asking tiers and promoting all their chunks should be faster than computing."""
         if expected <= compute:
             return True
-        due = [self.inquiry_price_of(tier).is_due() for tier in tiers]
+        due = [self.lookup_estimate(tier).is_due() for tier in tiers]
         return any(due)
 
 
@@ -179,7 +177,7 @@ def _blend(average: float | None, sample: float) -> float:
 
 
 class PrefillQueue:
-    """The prompt tokens that requests have yet to compute, in the order in which the engine asked.
+    """Keeps the prompt tokens that requests have yet to compute, in the order in which the engine asked.
 
     A prompt that is computed instead of loaded has to wait behind these. An entry begins when the engine
     asks about a request. It ends when the engine has scheduled the last prompt token, or with its request.
@@ -189,7 +187,7 @@ class PrefillQueue:
         self._left: dict[ReqId, int] = {}
 
     def put(self, req_id: ReqId, tokens: int) -> None:
-        """Note the tokens that a request has to compute.
+        """Record the tokens that a request has to compute.
 
         A request that is asked about again keeps its place.
         """

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 from kvtier.config import Recompute
 from kvtier.connector.jobs import LoadJob
-from kvtier.connector.lookup import PrefixMatch
+from kvtier.connector.load_decision import PrefixMatch
 from kvtier.connector.metadata import ReqId
 from kvtier.connector.state import RequestState
-from kvtier.offload.base import MissReason, OffloadingManager
-
-__all__ = ["Explainer", "Explanation"]
+from kvtier.offload.base import OffloadingManager
+from kvtier.residency import MissReason
 
 _REMEMBERED = 4096
 _POOL = "cpu"
@@ -43,13 +42,13 @@ class Explanation:
 
 
 class Explainer:
-    """The collection of the explanations of requests."""
+    """Keeps the explanations of requests."""
 
     def __init__(self, manager: OffloadingManager) -> None:
         self._manager = manager
         self._explained: OrderedDict[ReqId, Explanation] = OrderedDict()
 
-    def note_match(self, state: RequestState, match: PrefixMatch, end: int, *, limited: bool) -> None:
+    def explain_match(self, state: RequestState, match: PrefixMatch, end: int, *, limited: bool) -> None:
         """Remember why the first chunk beyond `end` is not loaded, in case the request now runs.
 
         `limited`: there is a chunk beyond the match that the request may not load.
@@ -62,13 +61,13 @@ class Explainer:
         elif limited:
             state.miss = {_POOL: MissReason.LIMITED}, match.reach
 
-    def note_stale_prefix(self, state: RequestState) -> None:
+    def explain_stale_prefix(self, state: RequestState) -> None:
         """Remember that a request goes on from KV of before a reset, so that nothing of it is stored."""
         misses, token = state.miss
         if misses:
             state.miss = {_POOL: MissReason.STALE_PREFIX}, token
 
-    def note_load(
+    def explain_load(
         self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float
     ) -> Explanation | None:
         """Explain a request whose load ended after `seconds`, unless it is explained already."""
@@ -76,7 +75,7 @@ class Explainer:
             state.miss = {_POOL: _why(job, seconds)}, job.first_failed_token()
         return self._explain(state, job.tokens_saved(recompute), job.promoted_tokens, seconds)
 
-    def note_run(self, state: RequestState) -> Explanation | None:
+    def explain_run(self, state: RequestState) -> Explanation | None:
         """Explain a request that runs without a load, unless it is explained already."""
         return self._explain(state, 0, {})
 
@@ -114,7 +113,7 @@ def _why(job: LoadJob, seconds: float) -> MissReason:
         return MissReason.FAILED
     if job.void and job.keys:
         return MissReason.CLEARED
-    late = job.expired or seconds >= min(job.patience, job.deadline)
+    late = job.expired or seconds >= min(job.wait_budget, job.deadline)
     return MissReason.TOO_SLOW if late else MissReason.IO_FAILED
 
 

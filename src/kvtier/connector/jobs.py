@@ -12,29 +12,17 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kvtier.config import OffloadingConfig, Recompute
-from kvtier.connector.metadata import EndOrder, ReqId, TransferReport
-from kvtier.connector.state import GroupState, RequestState
+from kvtier.connector.metadata import EndOrder, OffloadingConnectorMetadata, ReqId, TransferReport
+from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
+from kvtier.offload.base import ReadLease, WriteLease
 from kvtier.transfer.base import NULL_BLOCK, BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
-
-__all__ = [
-    "LoadFailures",
-    "LoadJob",
-    "PlannedJob",
-    "RunningJobs",
-    "StoreJob",
-    "expect_loadable",
-    "gpu_end_of",
-    "plan_load",
-    "plan_store",
-    "reordered",
-]
 
 _FAILURES_TO_BLAME = 2  # after this many failed loads of a chunk in a row, the chunk itself is blamed
 _MAX_COUNTED = 4096
@@ -64,8 +52,6 @@ class PlannedJob:
     """The ranks that have not reported."""
     deadline: float
     """Seconds after which a worker gives the job up."""
-    pool_end: LoadStoreSpec | None = None
-    """The chunks' places in the pool, in the order of `keys`; `None` until the manager has given them."""
     job_id: int = 0
     started: float = 0.0
     epoch: int = 0
@@ -91,8 +77,16 @@ class PlannedJob:
         """The id of the request that this job belongs to."""
         return self.request.view.request_id
 
+    def add_to(self, meta: OffloadingConnectorMetadata) -> None:
+        """Order this job from the workers."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Give the job's slots back: every rank is done with them."""
+        raise NotImplementedError
+
     def take_report(self, report: TransferReport) -> None:
-        """Note the report of one rank.
+        """Take in the report of one rank.
 
         A report of an expired job changes only one thing: the rank is done with the job.
         """
@@ -110,7 +104,7 @@ class PlannedJob:
         self.expired = True
 
     def fail(self) -> None:
-        """Note that nothing of this job may be used."""
+        """Count everything as failed."""
         self._fail(None, is_corrupt=False)
 
     def _fail(self, failed_blocks: tuple[int, ...] | None, is_corrupt: bool) -> None:
@@ -125,11 +119,6 @@ class PlannedJob:
     def end_order(self) -> EndOrder:
         """Return the order to end this job, for the ranks that have not reported it."""
         return EndOrder(self.req_id, frozenset(self.missing_ranks), (), void=self.expired)
-
-    def pool_part(self, indices: Iterable[int]) -> LoadStoreSpec | None:
-        """Return the pool end of some chunks, by index into `keys`; `None` where slots have no numbers."""
-        spec = self.pool_end
-        return type(spec)(spec.block_ids[list(indices)]) if isinstance(spec, BlockIDsLoadStoreSpec) else None
 
     def arrived(self) -> list[int]:
         """Return the indices into `keys` of chunks that arrived whole on every rank that has reported."""
@@ -155,14 +144,27 @@ class LoadJob(PlannedJob):
 
     local: int
     end: int
+    lease: ReadLease | None = None
+    """The chunks in the pool; `None` if they are not there any more, and the load fails before it begins."""
     block_sizes: tuple[int, ...]
     """The number of tokens in a block, by group."""
-    patience: float
+    wait_budget: float
     """Seconds after which computing is the better choice."""
     promoted_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens that were in the pool only because they had been promoted, by tier."""
     void: bool = False
     """A reset came after the load was planned: nothing of it may be used."""
+
+    def add_to(self, meta: OffloadingConnectorMetadata) -> None:
+        """Order this load, unless its chunks are gone: an end order then has it reported as failed."""
+        if self.lease is not None:
+            meta.reqs_to_load[self.req_id] = self.lease.spec, self.gpu_end
+            meta.load_jobs[self.req_id] = self.job_id
+
+    def settle(self) -> None:
+        """Unpin the chunks."""
+        if self.lease is not None:
+            self.lease.release()
 
     def end_order(self) -> EndOrder:
         """Return the order to end this load, with its blocks, for the ranks that have not reported it."""
@@ -195,8 +197,23 @@ class LoadJob(PlannedJob):
         return {spans[position] for position in self.failed_blocks}
 
 
+@dataclass(slots=True, kw_only=True)
 class StoreJob(PlannedJob):
     """A transfer from the GPU, of whole chunks."""
+
+    lease: WriteLease
+    """The slots that the chunks are written to, in the order of `keys`."""
+
+    def add_to(self, meta: OffloadingConnectorMetadata) -> None:
+        """Order this store."""
+        meta.reqs_to_store[self.req_id] = self.gpu_end, self.lease.spec
+        meta.store_jobs[self.req_id] = self.job_id
+
+    def settle(self) -> None:
+        """Make the chunks ready that have arrived, and free the slots of the others."""
+        if self.failed:
+            self.lease.abandon(self.failed)
+        self.lease.commit()
 
 
 class _GPUEnd:
@@ -231,7 +248,7 @@ def expect_loadable(state: RequestState, end: int) -> None:
             )
 
 
-def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience: float) -> LoadJob:
+def plan_load(config: OffloadingConfig, state: RequestState, end: int, wait_budget: float) -> LoadJob:
     """Plan the load of `[state.local, end)` into the blocks that the request holds."""
     gpu_end = _GPUEnd(len(state.groups))
     keys: list[OffloadKey] = []
@@ -253,7 +270,7 @@ def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience:
         local=state.local,
         end=end,
         block_sizes=tuple(group.geometry.block_size for group in state.groups),
-        patience=patience,
+        wait_budget=wait_budget,
     )
 
 
@@ -271,19 +288,42 @@ def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
     return first, last
 
 
+def chunks_to_store(
+    geometry: ChunkGeometry, state: RequestState, limit: int, allocated_at: Mapping[int, int]
+) -> list[dict[OffloadKey, int]]:
+    """Return for each group the complete chunks, up to token `limit`, that were not offered before.
+
+    They are given by key, with their positions. `allocated_at` tells which blocks of windowed groups the
+    request has lost.
+    """
+    wanted = []
+    for group in state.groups:
+        start, stop = group.next_store, group.num_complete(limit)
+        chunks = dict(zip(group.keys[start:stop], range(start, stop), strict=True))
+        if group.geometry.window is not None:
+            chunks = {
+                key: at
+                for key, at in chunks.items()
+                if geometry.may_need(group.geometry, at) and group.still_has(at, allocated_at)
+            }
+        wanted.append(chunks)
+    return wanted
+
+
 def plan_store(
-    config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]
+    config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]], lease: WriteLease
 ) -> StoreJob:
     """Plan the store of whole chunks, given by group: the key of each and its position."""
     gpu_end, num_bytes = gpu_end_of(config, state, chunks)
     return StoreJob(
         request=state,
-        keys=[key for places in chunks for key in places],
+        keys=lease.keys,
         gpu_end=gpu_end,
         blocks_per_chunk=config.settings.blocks_per_chunk,
         num_bytes=num_bytes,
         missing_ranks=set(config.storing_ranks),
         deadline=config.settings.store_deadline,
+        lease=lease,
     )
 
 
@@ -293,9 +333,9 @@ def gpu_end_of(
     """Return the GPU end of a store of whole chunks, and its bytes over all ranks that store."""
     gpu_end = _GPUEnd(len(state.groups))
     per_chunk = config.settings.blocks_per_chunk
-    for group, places in zip(state.groups, chunks, strict=True):
-        if places:
-            positions = list(places.values())
+    for group, chunks_of_group in zip(state.groups, chunks, strict=True):
+        if chunks_of_group:
+            positions = list(chunks_of_group.values())
             gpu_end.add(group.geometry.index, positions[0] * per_chunk, group.blocks_of(positions))
     return gpu_end.spec(), gpu_end.num_bytes(config) // config.replicas
 
@@ -308,12 +348,15 @@ def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKe
         raise InputError(
             f"{type(spec).__name__}: expected a BlockIDsLoadStoreSpec where there are several groups"
         )
-    place = {key: index for index, key in enumerate(keys)}
-    return type(spec)(spec.block_ids[[place[key] for key in order]])
+    position = {key: index for index, key in enumerate(keys)}
+    return type(spec)(spec.block_ids[[position[key] for key in order]])
 
 
 class RunningJobs:
-    """The jobs that run, and the expired jobs that some rank has not reported. It assigns the job ids."""
+    """Owns the jobs that run, and the expired jobs that some rank has not reported. It assigns the job ids.
+
+    Only this writes the `load_job` and the `store_jobs` of requests.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
@@ -337,15 +380,35 @@ class RunningJobs:
         job.job_id, job.started = self._newest, now
         self._jobs[job.job_id] = job
         self._jobs_by_key(job).update(dict.fromkeys(job.keys, job.job_id))
+        if isinstance(job, LoadJob):
+            job.request.load_job = job.job_id
+        else:
+            job.request.store_jobs.add(job.job_id)
+
+    @staticmethod
+    def end(job: LoadJob | StoreJob) -> bool:
+        """End a job for its request, and return whether the request still had the blocks of the job."""
+        state = job.request
+        if isinstance(job, LoadJob):
+            state.load_job = None
+            return True
+        had_blocks = job.job_id in state.store_jobs
+        state.store_jobs.discard(job.job_id)
+        return had_blocks
+
+    @staticmethod
+    def release_blocks(state: RequestState) -> None:
+        """Record that a request has lost its blocks, while stores may still read them."""
+        state.store_jobs.clear()
 
     def _jobs_by_key(self, job: LoadJob | StoreJob) -> dict[OffloadKey, int]:
         return self._loading if isinstance(job, LoadJob) else self._storing
 
     def take_report(self, report: TransferReport) -> LoadJob | StoreJob | None:
-        """Note a rank's report of a job, and return the job.
+        """Take in a rank's report of a job, and return the job.
 
-        A job leaves when all ranks have reported it. `None`: this rank, or all ranks, had reported it
-        before.
+        A job leaves when all ranks have reported it. `None` means that this rank, or all ranks, had reported
+        it before.
         """
         job_id = report.result.job_id
         job = self._jobs.get(job_id) or self._expired.get(job_id)
@@ -387,18 +450,18 @@ class RunningJobs:
                 del newest[key]
 
     def void_loads(self) -> None:
-        """Note that nothing of the running loads may be used."""
+        """Make all running loads void: nothing of them may be used."""
         for job in self.loads():
             job.void = True
 
     def end_orders(self, now: float) -> dict[int, EndOrder]:
-        """Return the orders to end jobs: expired jobs, and loads that are void or exceed their patience.
+        """Return the orders to end jobs: expired jobs, and loads that are void or exceed their wait budget.
 
         The orders name only some of very many expired jobs; the next call names the next ones.
         """
         if not self._jobs and not self._expired:  # most steps
             return {}
-        loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
+        loads = [job for job in self.loads() if job.void or now > job.started + job.wait_budget]
         expired = list(islice(self._expired.values(), _MAX_ASKED))
         for job in expired:
             self._expired.move_to_end(job.job_id)
@@ -410,7 +473,7 @@ class RunningJobs:
         return job if isinstance(job, LoadJob) else None
 
     def is_storing(self, key: OffloadKey) -> bool:
-        """Say whether a running store stores this chunk."""
+        """Return whether a running store stores this chunk."""
         return key in self._storing
 
     def loads(self) -> Iterator[LoadJob]:
@@ -427,18 +490,26 @@ class RunningJobs:
             return set()
         return {job.job_id for job in self.stores() if not job.block_ids.isdisjoint(blocks)}
 
-    def check(self) -> None:
-        """Raise `IntegrityError` if a chunk belongs to no running job, or a job waits for no rank."""
+    def check(self, requests: Iterable[RequestState] = ()) -> None:
+        """Raise `IntegrityError` if a chunk or one of the requests has a job that does not run, or if a job
+        waits for no rank.
+        """
+        for state in requests:
+            req_id, load = state.view.request_id, state.load_job
+            if load is not None and not isinstance(self._jobs.get(load), LoadJob):
+                raise IntegrityError(f"request {req_id} waits for load {load}, which does not exist")
+            if not state.store_jobs <= self._jobs.keys():
+                raise IntegrityError(f"request {req_id} holds blocks for stores that do not exist")
         if not set(self._loading.values()) <= {job.job_id for job in self.loads()}:
-            raise IntegrityError("a chunk is noted as being loaded by a load that does not exist")
+            raise IntegrityError("a chunk is being loaded by a load that does not exist")
         if not set(self._storing.values()) <= {job.job_id for job in self.stores()}:
-            raise IntegrityError("a chunk is noted as being stored by a store that does not exist")
+            raise IntegrityError("a chunk is being stored by a store that does not exist")
         if not all(job.missing_ranks for job in (*self._jobs.values(), *self._expired.values())):
             raise IntegrityError("a job that every rank has reported is waited for")
 
 
 class LoadFailures:
-    """The failed loads of each chunk, to find the chunks that should not be loaded again.
+    """Counts the failed loads of each chunk, to find the chunks that should not be loaded again.
 
     A chunk is to blame if its bytes are wrong or its loads fail in a row. The number of chunks is bounded:
     beyond it all are forgotten.
@@ -448,7 +519,7 @@ class LoadFailures:
         self._counts: Counter[OffloadKey] = Counter()
 
     def blame(self, job: LoadJob) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Note the end of a load, and return the chunks that should not be loaded again.
+        """Count the failures of a load that is over, and return the chunks that should not be loaded again.
 
         First those whose bytes are wrong, then those whose loads fail in a row.
         """

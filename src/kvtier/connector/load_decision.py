@@ -1,24 +1,26 @@
-"""Load, wait or compute: the choice for each request, and how long a request waits.
+"""Load, wait or compute: the answer to an engine that asks about a request, and how long a request waits.
 
-`LoadDecision` is about the pool: a request waits only for chunks that are on their way, and for no longer
-than computing them would take.
+`match_prefix` finds how far a request's prefix can be loaded: up to the last end that every group can
+serve. A full-attention group serves an end if all chunks up to it are ready. A windowed group serves it if
+the chunks in the window before it are ready. If the end lies inside a chunk, all tokens of that chunk must
+be the request's. A lookup pins nothing and changes nothing.
 
-`PromotionDecision` is about the tiers below. A request wishes for chunks once per admission. It is then
-answered in O(1) until its rows have come or its patience is over; it computes the rows that have not come. A
-promotion is compared with computing its tokens *plus the prefill that is queued ahead*, and its time
-includes the bytes that the tier has to move first. Patience bounds the whole wait. `load_deadline` bounds a
-batch of I/O beyond the time that it is known to take, so that a tier that hangs costs one deadline. Without
-prices, patience is that deadline.
+`LoadDecision` gives the answer. A request waits for chunks on their way into the pool for no longer than
+computing them would take.
+
+`PromotionDecision` is about the tiers below; `offload.waits` has the waits themselves. Rows are promoted
+once per admission. A request is then answered in O(1) until its rows have come or its wait budget is spent;
+it computes the rows that have not come. A promotion is compared with computing its tokens *plus the prefill
+that is queued ahead*, and its time includes the bytes that the tier has to move first. The wait budget
+bounds the whole wait for rows. `load_deadline` bounds a batch of I/O beyond the time that it is known to
+take, so that a tier that hangs costs one deadline. Without cost estimates, the wait budget is that
+deadline.
 
 Some tiers do not know what they hold. Such a tier is asked first, once per admission, if it may have chunks
 that neither the pool nor another tier is known to have. A request waits for the answers no longer than
 computing all of these chunks would take, and no longer than `load_deadline`. It does not ask at all if
-answers and bytes are known to take longer than computing.
-
-An engine asks about all its waiting requests in every step. So that a step takes no longer when thousands
-wait, only a bounded number of requests, and of their chunks, begins to wait for tiers in a step, and waits
-for them at a time. The others are told to ask again, in O(1), and come first in the order in which the
-engine asks. Their patience begins when their own wait begins.
+answers and bytes are known to take longer than computing. A request that waits for its turn does so no
+longer than either. Its own wait begins afterwards.
 
 Scheduler thread only.
 """
@@ -26,33 +28,156 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
 
 from kvtier.config import KVTierConfig
 from kvtier.connector.cost import CostModel, PrefillQueue
 from kvtier.connector.jobs import LoadJob, RunningJobs
-from kvtier.connector.lookup import PrefixMatch, match_prefix
-from kvtier.connector.state import ChunkGeometry, RequestState
+from kvtier.connector.metadata import ReqId
+from kvtier.connector.state import ChunkGeometry, GroupGeometry, GroupState, RequestState
 from kvtier.keys import OffloadKey
-from kvtier.offload.promotions import Wish
+from kvtier.offload.base import ChunkLookup, OffloadingManager
+from kvtier.offload.promotions import PromotionRequest
 from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.offload.waits import TierWait
 
-__all__ = ["LoadDecision", "PromotionDecision"]
-
-_UNKNOWN_PATIENCE = 0.05  # seconds to wait for a chunk while the price of computing it is not known
-_LEAST_PATIENCE = 0.05  # seconds; an arrival is seen only when a step ends, and no step is much shorter
+_UNKNOWN_BUDGET = 0.05  # seconds to wait for a chunk while the cost of computing it is not known
+_LEAST_BUDGET = 0.05  # seconds; an arrival is seen only when a step ends, and no step is much shorter
 _STEPS = 3  # the running step, the step that orders the load, and the step after which its end is seen
-_PATIENCE = 4  # in times of computing: a load expected to be faster that takes this long has gone wrong
-_NEW_CHUNKS = 2048  # chunks of the requests that are looked up in tiers in one step: some milliseconds
-_MOST_CHUNKS = 4096  # chunks of all requests that wait for tiers: all of them may time out in one step
-_MOST_WAITING = 256  # requests that wait for tiers; an engine does not admit more in a few steps
-_LEARN_EVERY = 64  # promotions between two writes of the learnt price to the tiers
+_SLOWDOWN = 4  # in times of computing: a load expected to be faster that takes this long has gone wrong
+_LEARN_EVERY = 64  # promotions between two writes of the learnt cost to the tiers
+
+
+class PrefixMatch(NamedTuple):
+    """The part of a request's prefix that can be loaded now."""
+
+    end: int
+    """The prefix can be loaded up to this token; equal to the local hit if nothing can be loaded."""
+    pending: bool
+    """Whether a chunk that is still on its way could make the match longer."""
+    missing: OffloadKey | None
+    """The key of the first chunk that stops the match, if the tokens left fill a chunk."""
+    reach: int
+    """The found chunks reach up to this token: beyond `end` if a lookahead must be covered."""
+
+
+def match_prefix(
+    geometry: ChunkGeometry, lookup: ChunkLookup, state: RequestState, num_tokens: int
+) -> PrefixMatch:
+    """Find how far a request can be loaded from the chunks that `lookup` finds.
+
+    Where KV depends on the tokens after it (`OffloadingConfig.lookahead`), other tokens may have followed a
+    stored chunk than follow it in this request. So the load ends early enough that the found chunks beyond
+    its end cover the lookahead: the last chunk found is computed again.
+    """
+    found = _match_chunks(geometry, lookup, state, num_tokens)
+    if not geometry.lookahead or found.reach == state.local:
+        return found
+    covered = _match_chunks(geometry, lookup, state, found.reach - geometry.lookahead)
+    return found._replace(end=covered.end)
+
+
+def _match_chunks(
+    geometry: ChunkGeometry, lookup: ChunkLookup, state: RequestState, num_tokens: int
+) -> PrefixMatch:
+    """Find the last end beyond `state.local` that all groups can serve from the chunks found."""
+    keyed = min(num_tokens, *(group.num_keyed for group in state.groups))
+    end = keyed // geometry.alignment * geometry.alignment
+    pending, missing = False, None
+    for group in geometry.full:
+        reach, waits, gap = _reach(lookup, state, state.groups[group.index], end)
+        if reach < end:
+            end, missing = reach, gap
+        pending |= waits
+    if geometry.windowed and end > state.local:
+        found = [_Window(lookup, state, group, end) for group in geometry.windowed]
+        best = _last_served(found, state.local, end, geometry.alignment, optimistic=False)
+        pending |= _last_served(found, state.local, end, geometry.alignment, optimistic=True) > best
+        if best < end:
+            end, missing = (
+                best,
+                next((gap for gap in (w.last_gap() for w in found) if gap is not None), missing),
+            )
+    end = max(end, state.local)
+    return PrefixMatch(end, pending, missing, reach=end)
+
+
+def _reach(
+    lookup: ChunkLookup, state: RequestState, group: GroupState, end: int
+) -> tuple[int, bool, OffloadKey | None]:
+    """Return how far a full-attention group reaches, whether that may grow, and the key that stops it."""
+    size = group.geometry.chunk_size
+    start = state.local // size
+    keys = group.keys[start : -(-end // size)]
+    hits = lookup.lookup_prefix(keys, state.context)
+    waits = hits is None
+    if hits is None:
+        hits = lookup.lookup_prefix(keys, state.context, wait=False) or 0
+    return (start + hits) * size, waits, keys[hits] if hits < len(keys) else None
+
+
+class _Window:
+    """The chunks of a windowed group between the local hit and `end`, with the runs of ready chunks."""
+
+    def __init__(self, lookup: ChunkLookup, state: RequestState, group: GroupGeometry, end: int) -> None:
+        self._group = group
+        self._local = state.local
+        self._start = state.local // group.chunk_size
+        self._keys = state.groups[group.index].keys[self._start : -(-end // group.chunk_size)]
+        found = lookup.lookup_many(self._keys, state.context)
+        self._ready = _run_lengths([hit is True for hit in found])
+        self._possible = _run_lengths([hit is not False for hit in found])
+
+    def serves(self, end: int, optimistic: bool) -> bool:
+        """Return whether all chunks needed to compute at `end` are ready or, `optimistic`, may be soon."""
+        size = self._group.chunk_size
+        stop = -(-end // size)
+        runs = self._possible if optimistic else self._ready
+        return runs[stop - 1 - self._start] >= stop - self._group.first_needed(self._local, end) // size
+
+    def last_gap(self) -> OffloadKey | None:
+        """Return the rightmost key that is not ready."""
+        return next((self._keys[i] for i in reversed(range(len(self._keys))) if not self._ready[i]), None)
+
+
+def _run_lengths(flags: Sequence[bool]) -> list[int]:
+    """For each position, count the flags set in a row up to and including it."""
+    runs, run = [], 0
+    for flag in flags:
+        run = run + 1 if flag else 0
+        runs.append(run)
+    return runs
+
+
+def _last_served(windows: list[_Window], local: int, end: int, alignment: int, optimistic: bool) -> int:
+    """Return the last aligned end that all windows serve, or `local` if there is none."""
+    while end > local and not all(window.serves(end, optimistic) for window in windows):
+        end -= alignment
+    return max(end, local)
+
+
+class LoadAction(Enum):
+    """What an engine is to do with a request."""
+
+    WAIT = "wait, and ask again"
+    LOAD = "load up to the end of the match"
+    COMPUTE = "compute"
+
+
+class LoadAnswer(NamedTuple):
+    """The answer to an engine that asks about a request, and the request's match in the pool."""
+
+    action: LoadAction
+    match: PrefixMatch
 
 
 class LoadDecision:
-    """The choice between loading from the pool, waiting and computing.
+    """Chooses between loading from the pool, waiting and computing.
 
-    It rests on the past cost of loads and steps, and on the loads that run.
+    The choice rests on the past cost of loads and steps, and on the loads that run. `promotion` decides
+    about the tiers below the pool, if there are any.
     """
 
     def __init__(
@@ -62,13 +187,32 @@ class LoadDecision:
         cost: CostModel,
         running: RunningJobs,
         prefill: PrefillQueue,
+        manager: OffloadingManager,
+        promotion: PromotionDecision | None,
         clock: Callable[[], float],
     ) -> None:
         self._settings, self._geometry = settings, geometry
         self._cost, self._running, self._prefill, self._clock = cost, running, prefill, clock
+        self._manager, self._promotion = manager, promotion
 
-    def should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
-        """Say whether the request should wait, because a chunk is on its way and worth the wait."""
+    def decide(self, state: RequestState, limit: int) -> LoadAnswer:
+        """Decide whether a request waits, loads its prefix up to a token before `limit`, or computes it.
+
+        A wait for tiers begins here. Nothing is pinned, and the call may be repeated.
+        """
+        match = match_prefix(self._geometry, self._manager, state, limit)
+        if self._promotion is not None:
+            if self._promotion.begin_wait(state, match, limit):
+                return LoadAnswer(LoadAction.WAIT, match)
+            match = self._promotion.ignore_promoting(match)
+        if self._should_wait(state, match):
+            return LoadAnswer(LoadAction.WAIT, match)
+        state.waiting_since = None
+        is_load = match.end > state.local and self._is_worth_loading(state, match)
+        return LoadAnswer(LoadAction.LOAD if is_load else LoadAction.COMPUTE, match)
+
+    def _should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
+        """Return whether the request should wait, because a chunk is on its way and worth the wait."""
         tokens, known_to_take = 0, 0.0
         if match.pending:
             tokens = state.view.num_tokens - match.end
@@ -81,8 +225,8 @@ class LoadDecision:
         if state.waiting_since is None:
             state.waiting_since = now
         compute = self._cost.compute_seconds(tokens)
-        patience = min(self._settings.load_deadline, _UNKNOWN_PATIENCE if compute is None else compute)
-        return known_to_take <= patience and now - state.waiting_since < patience
+        budget = min(self._settings.load_deadline, _UNKNOWN_BUDGET if compute is None else compute)
+        return known_to_take <= budget and now - state.waiting_since < budget
 
     def _shared_load(self, state: RequestState, end: int) -> LoadJob | None:
         """Return another request's running load that brings the first chunk this request needs."""
@@ -98,17 +242,17 @@ class LoadDecision:
         expected = self._cost.load_seconds(job.num_bytes)
         return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
 
-    def patience(self, state: RequestState, end: int) -> float:
+    def wait_budget(self, state: RequestState, end: int) -> float:
         """Return the seconds that a load up to `end` may take before computing is the better choice."""
         deadline, compute = self._settings.load_deadline, self._cost.compute_seconds(end - state.local)
         if compute is None or not self._settings.load_if_faster:
             return deadline
         waits = self._bus_wait() + _STEPS * self._cost.slowest_step
-        return min(deadline, max(_LEAST_PATIENCE, waits + _PATIENCE * compute))
+        return min(deadline, max(_LEAST_BUDGET, waits + _SLOWDOWN * compute))
 
-    def is_worth_loading(self, state: RequestState, match: PrefixMatch) -> bool:
-        """Say whether a load, behind the running loads, should beat computing, behind the prompts ahead."""
-        if not self._settings.load_if_faster or match.end == state.local:
+    def _is_worth_loading(self, state: RequestState, match: PrefixMatch) -> bool:
+        """Return whether a load behind the running loads should beat computing behind the prompts ahead."""
+        if not self._settings.load_if_faster:
             return True
         num_bytes = self._geometry.load_bytes(state.local, match.end)
         tokens = self._prefill.ahead_of(state.view.request_id) + match.end - state.local
@@ -126,7 +270,7 @@ class LoadDecision:
 
 
 class PromotionDecision:
-    """The choice between promoting from a tier below the pool and computing."""
+    """Chooses between promoting from a tier below the pool and computing."""
 
     def __init__(
         self,
@@ -135,105 +279,69 @@ class PromotionDecision:
         cost: CostModel,
         prefill: PrefillQueue,
         manager: TieredOffloadingManager,
-        clock: Callable[[], float],
     ) -> None:
         self._settings, self._geometry = settings, geometry
-        self._cost, self._prefill, self._manager, self._clock = cost, prefill, manager, clock
-        self._promotions, self._inquiries = manager.promotions, manager.inquiries
+        self._cost, self._prefill, self._manager = cost, prefill, manager
+        self._promotions, self._waits = manager.promotions, manager.waits
         self._learnt: set[str] = set()
         self._times = 0
-        self._lookups_left = _NEW_CHUNKS  # chunks that this step may still look up in tiers
-        self._requests_left, self._chunks_left = _MOST_WAITING, _MOST_CHUNKS  # that may still begin to wait
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def admit_next(self) -> None:
-        """Let the next requests be looked up in tiers, as many as one step and all waits together allow.
+    def must_wait(self, req_id: ReqId, state: RequestState | None) -> bool:
+        """Return whether a request waits for tiers, or for its turn. Takes constant time.
 
-        Call it once in a step, when waits have ended.
+        The engine need not have asked about the request before; it then has no state.
         """
-        requests, chunks = map(sum, zip(self._inquiries.load(), self._promotions.load(), strict=True))
-        self._requests_left, self._chunks_left = _MOST_WAITING - requests, _MOST_CHUNKS - chunks
-        self._lookups_left = _NEW_CHUNKS
+        return (state is None or state.may_load) and self._waits.must_wait(req_id)
 
-    def must_wait(self, state: RequestState | None) -> bool:
-        """Say whether a request waits for answers or chunks of a tier, or for its turn.
+    def begin_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
+        """Return whether a request should wait for chunks beyond those of the pool's match `here`.
 
-        `None`: a request that nobody has asked about. Takes constant time. A request is looked up within a
-        few steps; only one that a tier may help then waits until fewer others wait for tiers, for as long as
-        computing would take at most.
+        If so, its wait for its turn, for a lookup or for a promotion begins.
         """
-        if state is None:
-            return self._lookups_left <= 0
-        if not state.may_ask and self._inquiries.is_waiting(state.context):
-            return True
-        if not state.may_promote:
-            return self._promotions.is_waiting(state.context)
-        if state.turn_until is not None and self._is_full():
-            return self._await_turn(state)
-        return self._lookups_left <= 0 and state.may_load
-
-    def _is_full(self) -> bool:
-        return self._requests_left <= 0 or self._chunks_left <= 0
-
-    def _await_turn(self, state: RequestState, tokens: int = 0) -> bool:
-        """Say whether a request waits until fewer requests wait for tiers; else it does without tiers.
-
-        The first call decides how long: no longer than computing `tokens` would take.
-        """
-        if state.turn_until is None:
-            compute = self._cost.compute_seconds(tokens) if self._settings.load_if_faster else None
-            patience = self._settings.load_deadline
-            state.turn_until = self._clock() + (patience if compute is None else min(patience, compute))
-        if self._clock() < state.turn_until:
-            return True
-        state.may_ask = state.may_promote = False
-        return False
-
-    def start_waiting(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
-        """Say whether a request should wait for chunks beyond those of the pool's match `here`.
-
-        If so, note its inquiry or its wish.
-        """
-        if not state.may_promote or limit <= here.end or state.context.stays_in_pool:
+        if limit <= here.end or state.context.stays_in_pool:
             return False  # a row below the pool that has the key of a chunk that stays may be of another
-        self._lookups_left -= 1 + sum(len(group.keys) for group in state.groups)
-        there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
-        if there.pending and state.may_ask and self._start_asking(state, there, limit):
+        wait = self._waits.open(state.context, state.num_chunks)
+        if wait is None:
+            return False
+        there = match_prefix(self._geometry, self._manager.combined_lookup, state, limit)
+        if there.pending and not wait.is_looked_up and self._begin_lookup(state, wait, there, limit):
             return True
         if there.end <= here.end:
             return False
-        if self._is_full():
-            return self._await_turn(state, there.end - here.end)
-        state.may_promote = False
-        wish = self._choose(state, here, there)
-        if wish is None or not self._promotions.wish(wish, state.context):
-            return False
-        self._requests_left -= 1
-        self._chunks_left -= len(wish.needed)
-        return True
+        if self._waits.is_full():
+            return self._waits.await_turn(wait, self._turn_budget(there.end - here.end))
+        return self._begin_promotion(state, wait, here, there)
 
-    def _start_asking(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
-        """Say whether a request should wait for tiers to find out which chunks beyond `there` they have."""
+    def _turn_budget(self, tokens: int) -> float:
+        """Return how long a request waits for its turn: no longer than computing `tokens` would take."""
+        compute = self._cost.compute_seconds(tokens) if self._settings.load_if_faster else None
+        deadline = self._settings.load_deadline
+        return deadline if compute is None else min(deadline, compute)
+
+    def _begin_lookup(self, state: RequestState, wait: TierWait, there: PrefixMatch, limit: int) -> bool:
+        """Return whether a request should wait for tiers to find out which chunks beyond `there` they have.
+
+        If so, that wait, or the wait for its turn, begins.
+        """
         end = limit // self._geometry.alignment * self._geometry.alignment
-        inquiries = self._inquiries.unknown(self._chunks(state, there.end, end))
-        if not inquiries:
+        lookups = self._promotions.unknown(self._chunks(state, there.end, end))
+        if not lookups:
             return False
-        if self._is_full():
-            return self._await_turn(state, end - there.end)
-        state.may_ask = False
-        wait, ahead = self._settings.load_deadline, self._prefill.ahead_of(state.view.request_id)
+        if self._waits.is_full():
+            return self._waits.await_turn(wait, self._turn_budget(end - there.end))
+        budget, ahead = self._settings.load_deadline, self._prefill.ahead_of(state.view.request_id)
         compute = self._cost.compute_seconds(end - there.end + ahead)
         if self._settings.load_if_faster and compute is not None:
-            tiers = [inquiry.tier.name for inquiry in inquiries]
-            answer = self._cost.inquiry_seconds(tiers)
-            bring = self._cost.promotion_seconds([inquiry.cost for inquiry in inquiries])
+            tiers = [lookup.tier.name for lookup in lookups]
+            answer = self._cost.lookup_seconds(tiers)
+            bring = self._cost.promotion_seconds([lookup.cost for lookup in lookups])
             if answer is not None and not self._cost.worth_asking(tiers, answer + (bring or 0.0), compute):
+                self._waits.skip_lookup(wait)
                 return False
-            wait = min(wait, compute)
-        self._inquiries.note(inquiries, wait, state.context)
-        self._requests_left -= 1
-        self._chunks_left -= sum(len(group.keys) for group in state.groups)
+            budget = min(budget, compute)
+        self._waits.look_up(wait, lookups, state.num_chunks, budget)
         return True
 
     def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:
@@ -249,29 +357,33 @@ class PromotionDecision:
             spans.append({key: first + at for at, key in enumerate(group.keys[first : -(-end // size)])})
         return state.head_to_tail(spans)
 
-    def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
-        """Return a match that is not pending because of a row from a tier.
+    def ignore_promoting(self, match: PrefixMatch) -> PrefixMatch:
+        """Return a match that is not pending because of a row on its way from a tier.
 
-        Whether to wait for such a row has been decided here.
+        `begin_wait` has decided whether to wait for such a row.
         """
-        if match.pending and match.missing is not None and self._promotions.is_arriving(match.missing):
+        if match.pending and match.missing is not None and self._promotions.is_promoting(match.missing):
             return match._replace(pending=False)
         return match
 
-    def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
-        """Return the wish of a request; `None`: computing is expected to be faster."""
+    def _begin_promotion(
+        self, state: RequestState, wait: TierWait, here: PrefixMatch, there: PrefixMatch
+    ) -> bool:
+        """Return whether a request should wait for rows; not if computing is expected to be faster."""
         needed = self._needed(state, there)
         costs = self._promotions.costs(needed)
         expected = self._cost.promotion_seconds(costs)
         ahead = self._prefill.ahead_of(state.view.request_id)
         compute = self._cost.compute_seconds(there.end - here.end + ahead)
-        patience = deadline = self._settings.load_deadline + (expected or 0.0)
+        budget = deadline = self._settings.load_deadline + (expected or 0.0)
         if self._settings.load_if_faster and expected is not None and compute is not None:
             load = self._cost.load_seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
             if not self._cost.worth_promoting([cost.tier for cost in costs], expected + load, compute):
-                return None
-            patience = max(_LEAST_PATIENCE, compute)
-        return Wish(needed, patience, deadline, whole=bool(self._geometry.windowed))
+                self._waits.skip_promotion(wait)
+                return False
+            budget = max(_LEAST_BUDGET, compute)
+        request = PromotionRequest(state.context, needed, deadline, whole=bool(self._geometry.windowed))
+        return self._waits.promote(wait, request, budget)
 
     def _needed(self, state: RequestState, match: PrefixMatch) -> list[OffloadKey]:
         """Return the chunks of a match, those of windowed groups first."""
@@ -290,7 +402,7 @@ class PromotionDecision:
 
     def sources(self, state: RequestState) -> Mapping[OffloadKey, str]:
         """Return the tier of each row that was promoted for a request."""
-        return self._promotions.sources(state.context)
+        return self._waits.sources(state.context)
 
     def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
         """Count by tier the promoted tokens among those to be loaded up to `end`."""
@@ -300,37 +412,37 @@ class PromotionDecision:
         group = state.groups[self._geometry.main_group]
         size = group.geometry.chunk_size
         keys = group.keys[group.geometry.first_needed(state.local, end) // size : -(-end // size)]
-        counts = Counter(sources[key] for key in keys if key in sources)
+        counts = Counter([sources[key] for key in keys if key in sources])
         return {tier: (end - state.local) * count // len(keys) for tier, count in counts.items()}
 
-    # -- prices ------------------------------------------------------------------------------------
+    # -- cost estimates ----------------------------------------------------------------------------
 
     def learn(self) -> None:
-        """Learn the cost of the promotions and inquiries that ended since the last call."""
+        """Learn the cost of the promotions and lookups that ended since the last call."""
         for time in self._promotions.take_times():
-            price = self._cost.price_of(time.tier)
-            (price.note_lost if time.lost else price.note)(time.num_bytes, time.seconds)
+            estimate = self._cost.promotion_estimate(time.tier)
+            (estimate.learn_lost if time.lost else estimate.learn)(time.num_bytes, time.seconds)
             self._times += 1
             if self._times % _LEARN_EVERY == 0:
-                self.keep_prices()
-        for answer in self._inquiries.take_times():
-            price = self._cost.inquiry_price_of(answer.tier)
-            (price.note_lost if answer.lost else price.note)(1, answer.seconds)
-        self._recall_prices()
+                self.keep_estimates()
+        for answer in self._waits.take_lookup_times():
+            estimate = self._cost.lookup_estimate(answer.tier)
+            (estimate.learn_lost if answer.lost else estimate.learn)(answer.num_bytes, answer.seconds)
+        self._recall_estimates()
 
-    def _recall_prices(self) -> None:
-        """Begin with the prices that an earlier process has learnt, unless this one knows better."""
+    def _recall_estimates(self) -> None:
+        """Begin with the estimates that an earlier process has learnt, unless this one knows better."""
         if len(self._learnt) == len(self._manager.tiers):
             return
         for tier in self._manager.tiers:
-            if tier.name not in self._learnt and (prices := tier.learnt()):
+            if tier.name not in self._learnt and (learnt := tier.learnt()):
                 self._learnt.add(tier.name)
-                self._cost.price_of(tier.name).recall(prices.get("seconds_per_byte"))
+                self._cost.promotion_estimate(tier.name).recall(learnt.get("seconds_per_byte"))
 
-    def keep_prices(self) -> None:
-        """Have the tiers keep the learnt prices for a later process."""
+    def keep_estimates(self) -> None:
+        """Have the tiers keep the learnt estimates for a later process."""
         for tier in self._manager.tiers:
-            seconds = self._cost.price_of(tier.name).seconds_per_byte
+            seconds = self._cost.promotion_estimate(tier.name).seconds_per_byte
             if seconds is not None:
                 self._learnt.add(tier.name)
                 tier.learn({"seconds_per_byte": seconds})

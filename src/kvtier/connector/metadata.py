@@ -17,22 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 from kvtier.transfer.base import TransferResult, TransferSpec
 
-__all__ = [
-    "BlockIds",
-    "CachedRequest",
-    "ConnectorRole",
-    "EndOrder",
-    "KVConnectorOutput",
-    "NewRequest",
-    "OffloadingConnectorMetadata",
-    "OutputAggregator",
-    "ReqId",
-    "RequestView",
-    "StepView",
-    "TransferReport",
-    "yield_req_data",
-]
-
 ReqId = str
 BlockIds = tuple[list[int], ...]
 """Block ids by group. `NULL_BLOCK` stands where a sliding window has left no block."""
@@ -108,8 +92,6 @@ class StepView:
     """Blocks allocated since the last step for requests that may never run with them."""
     copied_blocks: Sequence[tuple[int, int]] = ()
     """Pairs of a block and the block that it is copied to before the step runs."""
-    speculated: bool = False
-    """The step was computed before it was scheduled, so its measured time means nothing."""
 
 
 def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:
@@ -185,7 +167,7 @@ class KVConnectorOutput:
 
 
 class OutputAggregator:
-    """The merger of all ranks' outputs of a step: a request is finished once every rank has named it.
+    """Merges all ranks' outputs of a step: a request is finished once every rank has named it.
 
     A block is invalid if any rank says so. Invalid blocks are passed on together with their request, even if
     that is many steps later, because an engine takes the other blocks of a named request as good. A rank's
@@ -208,8 +190,8 @@ class OutputAggregator:
             if output.invalid_block_ids:
                 for req_id in output.finished_recving:
                     self._invalid.setdefault(req_id, set()).update(output.invalid_block_ids)
-            merged.finished_sending |= self._note(self._sending, rank, output.finished_sending)
-            merged.finished_recving |= self._note(self._recving, rank, output.finished_recving)
+            merged.finished_sending |= self._add(self._sending, rank, output.finished_sending)
+            merged.finished_recving |= self._add(self._recving, rank, output.finished_recving)
             merged.reports += output.reports
         merged.failed_recving = merged.finished_recving & self._invalid.keys()
         merged.invalid_block_ids = self._take_invalid(merged.failed_recving)
@@ -220,8 +202,8 @@ class OutputAggregator:
                     self._invalid.pop(req_id, None)
         return merged
 
-    def _note(self, named: dict[ReqId, set[int]], rank: int, req_ids: set[ReqId]) -> set[ReqId]:
-        """Note that a rank has named requests, and return the requests that all ranks have named now."""
+    def _add(self, named: dict[ReqId, set[int]], rank: int, req_ids: set[ReqId]) -> set[ReqId]:
+        """Record that a rank has named requests, and return the requests that all ranks have named now."""
         for req_id in req_ids:
             named.setdefault(req_id, set()).add(rank)
         complete = {req_id for req_id in req_ids if len(named[req_id]) == self._world_size}

@@ -18,16 +18,6 @@ from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.tiers.base import TierStats
 
-__all__ = [
-    "METRICS",
-    "ConnectorStats",
-    "TransferTimes",
-    "describe_tier",
-    "describe_tiers",
-    "is_of_tiers",
-    "make_registry",
-]
-
 _COUNTERS = {
     "loads": "Loads from the pool that are over.",
     "loads_failed": "Loads that did not deliver everything, so that the engine recomputed it.",
@@ -49,7 +39,7 @@ _COUNTERS = {
 """The totals of `ConnectorStats`."""
 _POOL_COUNTERS = {
     "evictions": "Chunks that left the pool for others.",
-    "refusals": "Chunks that were offered and not taken: below the threshold, or no place.",
+    "refusals": "Chunks that were offered and not taken: offered too rarely, or there was no slot.",
 }
 _UNWRITTEN = {"unwritten": "Chunks that left the pool, or had to, before a tier had written them."}
 _AUDIT_GAUGES = {"audit_distance": "The largest distance so far between a kept chunk and its computed KV."}
@@ -109,7 +99,7 @@ METRICS = {metric.name: metric for metric in _metrics()}
 
 
 def is_of_tiers(metric: Metric) -> bool:
-    """Say whether a metric has a value for each tier below the pool, with the label `tier`."""
+    """Return whether a metric has a value for each tier below the pool, with the label `tier`."""
     return metric.name.startswith("tier_")
 
 
@@ -269,8 +259,8 @@ class TransferTimes:
     def __init__(self) -> None:
         self.loads, self.stores = Histogram(), Histogram()
 
-    def note(self, job: LoadJob | StoreJob) -> None:
-        """Note that a job is over. A job that no rank has timed is left out."""
+    def add(self, job: LoadJob | StoreJob) -> None:
+        """Add the time of a job that is over. A job that no rank has timed is left out."""
         if not job.failed and job.seconds is not None:
             times = self.loads if isinstance(job, LoadJob) else self.stores
             times.observe(job.seconds)

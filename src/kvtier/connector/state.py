@@ -1,4 +1,5 @@
-"""`RequestState`: the keys, blocks and jobs of a request, as the scheduler's side keeps them.
+"""`RequestState`: the keys, blocks and jobs of a request, as the scheduler's side keeps them; and
+`EngineBlocks`: the blocks that the engine hands out to requests.
 
 Chunk arithmetic lives here too. All ranges are half-open; for one group, in tokens:
 
@@ -14,27 +15,20 @@ beyond the end are computed again in its place. Scheduler thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import gcd
 from typing import Any
 
 from kvtier.config import OffloadingConfig
-from kvtier.connector.metadata import RequestView
+from kvtier.connector.metadata import BlockIds, ReqId, RequestView, StepView, yield_req_data
 from kvtier.errors import show_value
 from kvtier.keys import OffloadKey, make_offload_keys
 from kvtier.log_limit import LogLimit
-from kvtier.offload.base import MissReason, ReqContext
+from kvtier.offload.base import ReqContext
+from kvtier.residency import MissReason
 from kvtier.transfer.base import NULL_BLOCK
-
-__all__ = [
-    "ChunkGeometry",
-    "GroupGeometry",
-    "GroupState",
-    "RequestState",
-    "read_params",
-    "read_token_limit",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +100,7 @@ class ChunkGeometry:
         return max(0, num_tokens - max(0, self.lookahead - 1))
 
     def may_need(self, group: GroupGeometry, chunk: int) -> bool:
-        """Say whether a load may ever need a chunk.
+        """Return whether a load may ever need a chunk.
 
         A windowed group needs it only if it is in the window of the first end beyond its start.
         """
@@ -177,7 +171,7 @@ class GroupState:
         return [block_id for chunk in chunks for block_id in self.chunk_blocks(chunk)]
 
     def still_has(self, chunk: int, allocated_at: Mapping[int, int]) -> bool:
-        """Say whether the request still has all blocks of a windowed group's chunk.
+        """Return whether the request still has all blocks of a windowed group's chunk.
 
         It has lost a block that is null, or that was allocated again after the request got it.
         """
@@ -196,7 +190,7 @@ class RequestState:
     groups: tuple[GroupState, ...]
     epoch: int | None = 0
     """The number of resets of the tiers before the engine last asked. The request's blocks were computed
-    after the last of these; `None`: from KV of before it, which the engine still had.
+    after the last of these; `None` means from KV of before it, which the engine still had.
     """
     local: int = 0
     """The number of tokens on the GPU when the engine last asked."""
@@ -205,13 +199,8 @@ class RequestState:
     """Running stores that read blocks which the request holds."""
     may_load: bool = True
     """False once a load has failed, until the request is preempted: it computes instead."""
-    may_promote: bool = True
-    """False once the request wished for chunks or they were not worth it, until it is preempted."""
-    may_ask: bool = True
-    """False once tiers were asked for chunks or were not worth asking, until the request is preempted."""
-    turn_until: float | None = None
-    """Until when the request waits for its turn to wait for tiers, if it has had to."""
     waiting_since: float | None = None
+    """When the request began to wait for chunks that are on their way into the pool for another request."""
     next_offer: int = 0
     """The number of computed tokens from which a next chunk is complete and can be offered for storing."""
     retry_store_at: int = 0
@@ -251,6 +240,11 @@ class RequestState:
         for group in self.groups:
             group.extend_keys(hashes)
 
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of all groups that have a key."""
+        return sum(len(group.keys) for group in self.groups)
+
     def all_keys(self) -> list[OffloadKey]:
         """Return the keys of all groups from the head of the prefix to its tail."""
         if len(self.groups) == 1:
@@ -268,10 +262,110 @@ class RequestState:
             return list(chunks[0])
         placed = [
             ((position + 1) * group.geometry.chunk_size, group.geometry.index, key)
-            for group, places in zip(self.groups, chunks, strict=True)
-            for key, position in places.items()
+            for group, positions in zip(self.groups, chunks, strict=True)
+            for key, position in positions.items()
         ]
         return [key for _, _, key in sorted(placed)]
+
+
+class EngineBlocks:
+    """Owns which blocks requests hold, when blocks were handed out, and which blocks hold stale KV.
+
+    A block that a running store still reads must not be written by another request before the store is
+    ended, so the blocks handed out since the last step are kept until the next step is planned. A reset of
+    the tiers makes all KV stale that the engine still has: blocks of before the reset, and blocks that are
+    computed from them. Nothing stale is stored.
+    """
+
+    def __init__(self, geometry: ChunkGeometry) -> None:
+        self._geometry = geometry
+        self.step = 0
+        """The number of steps so far."""
+        self.epoch = 0
+        """The number of resets so far."""
+        self.handed_out: set[int] = set()
+        """The blocks handed out since the last step."""
+        self.handed_out_at: dict[int, int] = {}
+        """With windows: the step in which a block was last handed out."""
+        self.stale: set[int] = set()
+        """The blocks that hold KV of before the last reset, or KV that was computed from it."""
+
+    def allocate(self, state: RequestState, blocks: BlockIds) -> bool:
+        """Record all blocks that a request holds now, and return whether its prefix hit is stale.
+
+        Its new blocks count as handed out at once: another connector may load into them before it runs.
+        """
+        for group in state.groups:
+            group.take_all()
+            group.give(blocks[group.geometry.index], self.step + 1)
+        is_stale = bool(self.stale) and not self.stale.isdisjoint(state.hits())
+        if is_stale:
+            state.epoch = None
+        for group in state.groups:
+            self._hand_out(group.block_ids[state.local // group.geometry.block_size :], state)
+        return is_stale
+
+    def begin_step(self, step: StepView, requests: Mapping[ReqId, RequestState]) -> None:
+        """Record the blocks that requests get in a step."""
+        self.step += 1
+        starting = {new.req_id: new.num_computed_tokens for new in step.new}
+        starting |= {cached.req_id: cached.num_computed_tokens for cached in step.cached if cached.resumed}
+        stale_copies = {copy for block, copy in step.copied_blocks if block in self.stale}
+        for req_id, block_ids, _ in yield_req_data(step):
+            if not block_ids:
+                continue
+            hit = starting.get(req_id, 0)
+            state = requests.get(req_id)  # `None` if the engine never asked about it
+            if state is not None and stale_copies and not stale_copies.isdisjoint(chain(*block_ids)):
+                state.epoch = None
+                self.stale |= stale_copies
+            for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
+                self._hand_out(ids[hit // geometry.block_size :], state)
+            for group, ids in zip(state.groups if state else (), block_ids, strict=False):
+                if req_id in starting:
+                    group.take_all()
+                group.give(ids, self.step)
+        self._hand_out(step.speculative_blocks, None)
+        self.handed_out.discard(NULL_BLOCK)
+        if self._geometry.windowed:
+            self.handed_out_at.update(dict.fromkeys(self.handed_out, self.step))
+
+    def end_step(self) -> None:
+        """Forget the blocks handed out for a step that is planned."""
+        self.handed_out = set()
+
+    def _hand_out(self, block_ids: Collection[int], state: RequestState | None) -> None:
+        """Record that a request got blocks to fill.
+
+        A request fills them with stale KV if its own is stale, or if it is not known.
+        """
+        self.handed_out.update(block_ids)
+        if not self.stale:
+            return
+        if state is None or state.epoch != self.epoch:
+            self.stale.update(block_ids)
+            self.stale.discard(NULL_BLOCK)
+            return
+        self.stale.difference_update(block_ids)
+        if not self.stale:
+            logger.info("the engine has handed out anew all blocks with KV of before the last reset")
+
+    def still_has_all(self, state: RequestState) -> bool:
+        """Return whether no block of a request was handed out to another request since the last step."""
+        return all(self.handed_out.isdisjoint(group.block_ids) for group in state.groups)
+
+    def reset(self, kept: Iterable[int] | None) -> None:
+        """Begin a new epoch, in which the `kept` blocks are stale; `None` means those that were before."""
+        self.epoch += 1
+        if kept is not None:
+            self.stale.clear()
+            self.stale.update(kept)
+        if self.stale:
+            logger.warning(
+                "reset: the engine still has %s blocks with KV of before it; nothing that requests compute "
+                "from these is stored until they are handed out anew",
+                f"{len(self.stale):,}",
+            )
 
 
 def read_params(params: object) -> dict[str, Any] | None:

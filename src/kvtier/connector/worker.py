@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtier.connector.metadata import (
     EndOrder,
@@ -38,18 +39,38 @@ from kvtier.transfer.compare import AuditingHandler
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OffloadingConnectorWorker"]
-
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 4096  # more loads than any engine has under way
+_MAX_REPORTED = 16_384  # more jobs than any engine has under way
 _FLUSH_SECONDS = 0.1  # a store that has not read its blocks by then is given up: better a miss than a stall
 
 
-class _Running(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _WorkerJob:
+    """A transfer that this rank has not reported yet.
+
+    It is recorded before its handler gets it: whatever happens in between, its result is waited for.
+    """
+
+    job_id: int
     req_id: ReqId
     spec: TransferSpec
     handler: OffloadingHandler
+    is_refused: bool = False
+    """No handler works on the job: it is reported as failed."""
+    is_cancelled: bool = False
+    """The job was ordered to end."""
+    is_void: bool = False
+    """The job's bytes may not be used, whatever its handler reports."""
+
+    @property
+    def is_load(self) -> bool:
+        return isinstance(self.spec[1], GPULoadStoreSpec)
+
+    @property
+    def gpu_end(self) -> GPULoadStoreSpec:
+        (end,) = (end for end in self.spec if isinstance(end, GPULoadStoreSpec))
+        return end
 
 
 class OffloadingConnectorWorker:
@@ -59,21 +80,14 @@ class OffloadingConnectorWorker:
         self.spec = spec
         self._may_store = spec.config.rank in spec.config.storing_ranks
         self._handlers: dict[TransferType, OffloadingHandler] = {}
-        self._loads: dict[int, _Running] = {}
-        self._stores: dict[int, _Running] = {}
-        self._refused: list[TransferResult] = []
-        self._started: set[int] = set()
-        """The jobs of the bound step that were given to a handler, or refused."""
-        self._cancelled: set[int] = set()
-        """Jobs that were ordered to end and have no result yet."""
-        self._void: set[int] = set()
-        """Jobs whose bytes may not be used, whatever their handler reports."""
-        self._named: dict[int, None] = {}
-        """The newest loads whose request `get_finished` has named.
+        self._jobs: dict[int, _WorkerJob] = {}
+        """The jobs that are not reported yet, by id; the oldest first."""
+        self._reported: dict[int, None] = {}
+        """The newest jobs that were reported.
 
-        Each is named once, because engines count.
+        `get_finished` names the request of a load once, because engines count.
         """
-        self._pending: set[ReqId] = set()
+        self._held: set[ReqId] = set()
         """Finished requests that keep their blocks until their stores are over."""
         self._output = KVConnectorOutput()
         """The part of the next output that is known before results are taken."""
@@ -83,7 +97,7 @@ class OffloadingConnectorWorker:
     ) -> None:
         """Take the engine's KV tensors, by layer name, and make the handlers.
 
-        `blocks_first`: all tensors count blocks in their first dimension, also where its size is two.
+        With `blocks_first`, all tensors count blocks in their first dimension, also where its size is two.
         """
         from kvtier.transfer.layout import KVLayout, canonicalize
 
@@ -103,121 +117,100 @@ class OffloadingConnectorWorker:
             return
         for handler in set(self._handlers.values()):
             jobs = {
-                job
-                for job in metadata.jobs_to_flush
-                if job in self._stores and self._stores[job].handler is handler
+                job_id
+                for job_id in metadata.jobs_to_flush
+                if (job := self._jobs.get(job_id)) is not None and job.handler is handler
             }
             if jobs and not handler.wait(jobs, _FLUSH_SECONDS):
                 handler.cancel(jobs)
 
-    def start_load_kv(self, metadata: OffloadingConnectorMetadata, *, by_layer: bool = False) -> None:
-        """End the jobs that are to end, and start this step's loads.
+    def start_load_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """End the jobs that are to end, and start this step's loads."""
+        void = self._end_jobs(metadata)
+        for job_id, req_id, spec in _loads_of(metadata):
+            self._start(job_id, req_id, spec, refuse=job_id in void)
 
-        `by_layer`: the engine will call `await_layer`.
-        """
-        self._started.clear()
-        self._end_jobs(metadata)
-        for req_id, spec in metadata.reqs_to_load.items():
-            self._start(self._loads, metadata.load_jobs[req_id], req_id, spec, by_layer=by_layer)
-
-    def _end_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Obey the end orders for this rank."""
-        orders = {
-            i: order for i, order in metadata.jobs_to_end.items() if self.spec.config.rank in order.ranks
-        }
-        for job_id, order in orders.items():
-            running = self._loads.get(job_id) or self._stores.get(job_id)
-            if running is None and job_id not in metadata.load_jobs.values():
-                self._report_unknown(job_id, order)
+    def _end_jobs(self, metadata: OffloadingConnectorMetadata) -> set[int]:
+        """Obey the end orders for this rank, and return the loads of this step that must not start."""
+        rank, starting = self.spec.config.rank, set(metadata.load_jobs.values())
+        void: set[int] = set()
+        for job_id, order in metadata.jobs_to_end.items():
+            if rank not in order.ranks:
                 continue
-            if order.void:
-                self._void.add(job_id)
-            if running is not None:
-                self._end(job_id, running.handler)
+            if (job := self._jobs.get(job_id)) is not None:
+                job.is_void |= order.void
+                self._end(job)
+            elif job_id not in starting:
+                self._report_unknown(job_id, order)
+            elif order.void:
+                void.add(job_id)
+        return void
 
-    def _end(self, job_id: int, handler: OffloadingHandler) -> None:
+    def _end(self, job: _WorkerJob) -> None:
         """End a job.
 
-        If its handler was told to end it before and no longer has it, its result was lost: report a failure.
+        If it was ended before and its handler no longer has it, its result was lost: report a failure.
         """
-        if job_id in self._cancelled and handler.wait({job_id}, 0.0):
-            self._refused.append(TransferResult(job_id, success=False))
-        self._cancelled.add(job_id)
-        handler.cancel({job_id})
+        if job.is_cancelled and job.handler.wait({job.job_id}, 0.0):
+            job.is_refused = True
+        job.is_cancelled = True
+        job.handler.cancel({job.job_id})
 
     def _report_unknown(self, job_id: int, order: EndOrder) -> None:
         """Report a job as failed that does not run here: its report was lost, or it never came here.
 
         The request of a load that never came here is named too.
         """
-        self._output.reports.append(
-            TransferReport(self.spec.config.rank, TransferResult(job_id, success=False))
-        )
-        if order.block_ids and job_id not in self._named:
-            self._note_named(job_id)
+        if order.block_ids and job_id not in self._reported:
             _name_load(self._output, order.req_id, order.block_ids)
+        self._report(self._output, TransferResult(job_id, success=False))
 
-    def _note_named(self, job_id: int) -> None:
-        self._named[job_id] = None
-        if len(self._named) > _MAX_NAMED:
-            del self._named[next(iter(self._named))]
+    def _report(self, output: KVConnectorOutput, result: TransferResult) -> None:
+        output.reports.append(TransferReport(self.spec.config.rank, result))
+        self._reported[result.job_id] = None
+        if len(self._reported) > _MAX_REPORTED:
+            del self._reported[next(iter(self._reported))]
 
     def refuse_unstarted(self, metadata: OffloadingConnectorMetadata) -> None:
         """Report as failed the unstarted jobs of a step that was never finished."""
-        for req_id, job_id in metadata.load_jobs.items():
-            if job_id not in self._started and job_id not in self._loads:
-                self._refuse(self._loads, job_id, req_id, metadata.reqs_to_load[req_id])
-        for req_id, job_id in metadata.store_jobs.items():
-            if self._may_store and job_id not in self._started and job_id not in self._stores:
-                self._refuse(self._stores, job_id, req_id, metadata.reqs_to_store[req_id])
-        for job_id, (req_id, spec) in metadata.audits.items():
-            if self._may_store and job_id not in self._started and job_id not in self._stores:
-                self._refuse(self._stores, job_id, req_id, spec)
-        self._pending |= metadata.reqs_to_hold
+        for job_id, req_id, spec in (*_loads_of(metadata), *self._stores_of(metadata)):
+            if job_id not in self._jobs and job_id not in self._reported:
+                self._start(job_id, req_id, spec, refuse=True)
+        self._held |= metadata.reqs_to_hold
 
-    def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
-        """Wait until one layer of a request's load is in place; say whether that succeeded.
-
-        The layer may be relied on only if the whole load succeeds. On a device the caller's stream waits,
-        not the caller.
-        """
-        for job_id, load in self._loads.items():
-            if load.req_id == req_id:
-                return load.handler.await_layer(job_id, layer, timeout)
-        return False
-
-    def is_storing(self, block_ids: set[int]) -> bool:
-        """Say whether a running store reads one of these blocks."""
-        return any(
-            not block_ids.isdisjoint(_gpu_end(store.spec).block_ids.tolist())
-            for store in self._stores.values()
-        )
+    def _stores_of(self, metadata: OffloadingConnectorMetadata) -> Iterator[tuple[int, ReqId, TransferSpec]]:
+        """Yield the stores and audits that a step orders from this rank."""
+        if self._may_store:
+            for req_id, spec in metadata.reqs_to_store.items():
+                yield metadata.store_jobs[req_id], req_id, spec
+            for job_id, (req_id, spec) in metadata.audits.items():
+                yield job_id, req_id, spec
 
     def void_loads(self) -> None:
         """Count the loads that run now as failed, whatever they bring."""
-        self._void |= self._loads.keys()
+        for job in self._jobs.values():
+            job.is_void |= job.is_load
 
     def start_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start this step's stores, after the forward pass was given to the device."""
-        if self._may_store:
-            for req_id, spec in metadata.reqs_to_store.items():
-                self._start(self._stores, metadata.store_jobs[req_id], req_id, spec)
-            for job_id, (req_id, spec) in metadata.audits.items():
-                self._start(self._stores, job_id, req_id, spec)
-        self._pending |= metadata.reqs_to_hold
+        for job_id, req_id, spec in self._stores_of(metadata):
+            self._start(job_id, req_id, spec)
+        self._held |= metadata.reqs_to_hold
 
     def take_output(self) -> KVConnectorOutput:
-        """Take everything that this rank tells after a step: results, and the requests that they concern."""
+        """Take this rank's results after a step, and the requests that they concern."""
         output, self._output = self._output, KVConnectorOutput()
         for result in self._take_results():
-            output.reports.append(TransferReport(self.spec.config.rank, result))
-            self._stores.pop(result.job_id, None)
-            if (load := self._loads.pop(result.job_id, None)) is not None:
-                self._note_named(result.job_id)
-                _name_load(output, load.req_id, _missing_blocks(load, result))
-        busy = {store.req_id for store in self._stores.values()}
-        output.finished_sending |= self._pending - busy
-        self._pending &= busy
+            if (job := self._jobs.pop(result.job_id, None)) is None:
+                continue  # a job that was refused here gives only that one result
+            result = _checked(job, result)
+            self._report(output, result)
+            if job.is_load:
+                _name_load(output, job.req_id, _missing_blocks(job, result))
+        if self._held:
+            busy = {job.req_id for job in self._jobs.values() if not job.is_load}
+            output.finished_sending |= self._held - busy
+            self._held &= busy
         return output
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
@@ -234,13 +227,13 @@ class OffloadingConnectorWorker:
     def wait_for_transfers(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the end of the oldest load, or else of the oldest store.
 
-        `False`: there is neither.
+        Returns `False` if there is neither.
         """
-        jobs = self._loads or self._stores
-        if jobs and not self._refused:
-            oldest = min(jobs)
-            jobs[oldest].handler.wait({oldest}, timeout)
-        return bool(jobs)
+        jobs = self._jobs.values()
+        oldest = next((job for job in jobs if job.is_load), None) or next(iter(jobs), None)
+        if oldest is not None and not any(job.is_refused for job in jobs):
+            oldest.handler.wait({oldest.job_id}, timeout)
+        return oldest is not None
 
     def shutdown(self) -> None:
         """End all transfers and release the pool. Idempotent."""
@@ -249,40 +242,24 @@ class OffloadingConnectorWorker:
         self._handlers.clear()
         self.spec.shutdown()
 
-    def _start(
-        self,
-        jobs: dict[int, _Running],
-        job_id: int,
-        req_id: ReqId,
-        spec: TransferSpec,
-        *,
-        by_layer: bool = False,
-    ) -> None:
-        self._started.add(job_id)
-        if job_id in jobs:
+    def _start(self, job_id: int, req_id: ReqId, spec: TransferSpec, *, refuse: bool = False) -> None:
+        """Give a job to its handler; if no handler takes it, its failure is the next output's."""
+        if job_id in self._jobs:
             return  # the step runs again, and the job of its first run is still under way
-        handler = self._handler_of(spec)
-        if job_id not in self._void and self._is_taken(handler, job_id, spec, by_layer):
-            jobs[job_id] = _Running(req_id, spec, handler)
-        else:
-            self._refuse(jobs, job_id, req_id, spec)
+        job = self._jobs[job_id] = _WorkerJob(job_id, req_id, spec, self._handler_of(spec))
+        job.is_refused = refuse or not self._is_taken(job)
 
-    def _is_taken(self, handler: OffloadingHandler, job_id: int, spec: TransferSpec, by_layer: bool) -> bool:
-        """Give a job to a handler, and say whether the handler took it."""
+    def _is_taken(self, job: _WorkerJob) -> bool:
+        """Give a job to its handler, and return whether the handler took it."""
         try:
-            return (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
+            return job.handler.transfer_async(job.job_id, job.spec)
         except Exception as error:  # a handler may be foreign code, and a transfer must not end a step
             is_known = isinstance(error, KVTierError)
             logger.error(
-                "job %d could not be started: %s", job_id, error, exc_info=None if is_known else error
+                "job %d could not be started: %s", job.job_id, error, exc_info=None if is_known else error
             )
-            handler.cancel({job_id})  # the handler may have begun the job
+            job.handler.cancel({job.job_id})  # the handler may have begun the job
         return False
-
-    def _refuse(self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec) -> None:
-        """Note a failed result for a job that no handler works on."""
-        jobs[job_id] = _Running(req_id, spec, self._handler_of(spec))
-        self._refused.append(TransferResult(job_id, success=False))
 
     def _handler_of(self, spec: TransferSpec) -> OffloadingHandler:
         source, target = (end.medium() for end in spec)
@@ -292,63 +269,59 @@ class OffloadingConnectorWorker:
             )
         return self._handlers[source, target]
 
-    def _take_results(self) -> Iterator[TransferResult]:
-        """Take one result for each job that is over.
-
-        A job that was refused here, even if its handler has begun it, gives only this one result.
-        """
-        if not self._loads and not self._stores:
-            return  # most steps: a job stays in one of these until its result is taken
-        results, self._refused = self._refused, []
+    def _take_results(self) -> list[TransferResult]:
+        """Take the results of jobs that are over; those of jobs refused here come first."""
+        if not self._jobs:
+            return []  # most steps
+        refused = [job_id for job_id, job in self._jobs.items() if job.is_refused]
+        results = [TransferResult(job_id, success=False) for job_id in refused]
         for handler in set(self._handlers.values()):
             try:
                 results += filter(_is_result, handler.get_finished())
             except Exception:  # as above; the lost results are asked for again (`jobs_to_end`)
                 logger.exception("a handler could not say which jobs are over")
-        for result in results:
-            self._cancelled.discard(result.job_id)
-            if result.job_id in self._void:
-                self._void.remove(result.job_id)
-                yield result._replace(success=False, failed_blocks=None)
-            elif (running := self._loads.get(result.job_id) or self._stores.get(result.job_id)) is not None:
-                yield _checked(result, len(_gpu_end(running.spec).block_ids))
+        return results
+
+
+def _loads_of(metadata: OffloadingConnectorMetadata) -> Iterator[tuple[int, ReqId, TransferSpec]]:
+    """Yield the loads that a step orders."""
+    for req_id, spec in metadata.reqs_to_load.items():
+        yield metadata.load_jobs[req_id], req_id, spec
 
 
 def _name_load(output: KVConnectorOutput, req_id: ReqId, missing: Sequence[int]) -> None:
-    """Tell that a request's load is over, and which of its blocks did not arrive."""
+    """Report that a request's load is over, and which of its blocks did not arrive."""
     output.finished_recving.add(req_id)
     if missing:
         output.failed_recving.add(req_id)
         output.invalid_block_ids.update(missing)
 
 
-def _missing_blocks(load: _Running, result: TransferResult) -> list[int]:
+def _missing_blocks(load: _WorkerJob, result: TransferResult) -> list[int]:
     """Return the blocks of a load that did not arrive."""
     if result.success:
         return []
-    ids: list[int] = _gpu_end(load.spec).block_ids.tolist()
+    ids: list[int] = load.gpu_end.block_ids.tolist()
     return ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
 
 
 def _is_result(result: object) -> bool:
-    """Say whether a handler's result names a job. One that does not is lost."""
+    """Return whether a handler's result names a job. One that does not is lost."""
     is_result = isinstance(result, TransferResult) and isinstance(result.job_id, int)
     if not is_result:
         logger.error("a handler's result: expected a TransferResult with the id of its job, got %r", result)
     return is_result
 
 
-def _checked(result: TransferResult, num_blocks: int) -> TransferResult:
-    """Return a result, as a failure of all blocks if it contradicts itself or names blocks that it lacks."""
+def _checked(job: _WorkerJob, result: TransferResult) -> TransferResult:
+    """Return a result, as a failure of all blocks if it contradicts itself or the job is void."""
     blocks = result.failed_blocks
+    if job.is_void:
+        return result._replace(success=False, failed_blocks=None)
     if blocks is None:
         return result
     is_right = isinstance(blocks, tuple) and bool(blocks) is not bool(result.success)
+    num_blocks = len(job.gpu_end.block_ids)
     if is_right and all(isinstance(at, int) and 0 <= at < num_blocks for at in blocks):
         return result
     return result._replace(success=False, failed_blocks=None)
-
-
-def _gpu_end(spec: TransferSpec) -> GPULoadStoreSpec:
-    (end,) = (end for end in spec if isinstance(end, GPULoadStoreSpec))
-    return end

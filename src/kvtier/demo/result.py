@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -18,15 +19,31 @@ import numpy as np
 from kvtier import __version__
 from kvtier.tiers.base import TierStats
 
-__all__ = [
-    "DemoResult",
-    "Difference",
-    "PoolUse",
-    "RequestResult",
-    "RestartResult",
-    "RunResult",
-    "percentile",
-]
+
+class Process(Enum):
+    """The process in which a run is played."""
+
+    OWN = "the demo's own"
+    KILLED = "a process over a disk, which is killed"
+    RESTARTED = "a process that starts again over that disk"
+
+
+class Run(NamedTuple):
+    """A run of the demo: where it is played, and its name in a table and in a difference of tokens."""
+
+    process: Process
+    label: str
+    in_difference: str
+
+
+RUNS = {
+    "off": Run(Process.OWN, "without kvtier", "without it"),
+    "on": Run(Process.OWN, "with kvtier", "with it"),
+    "computed": Run(Process.KILLED, "computed", "over a disk, computed"),
+    "pool": Run(Process.KILLED, "from the pool", "over a disk, from the pool"),
+    "disk": Run(Process.RESTARTED, "disk, after kill -9", "from disk after a kill"),
+}
+"""All runs of the demo, in their order."""
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -132,16 +149,8 @@ class Difference(NamedTuple):
     """The run that differs from the run without kvtier; `on` is its token."""
 
     def __str__(self) -> str:
-        tokens = f"token {self.off} without kvtier, {self.on} {_RUNS[self.run]}"
+        tokens = f"token {self.off} without kvtier, {self.on} {RUNS[self.run].in_difference}"
         return f"conversation {self.conversation}, turn {self.turn}, answer token {self.position}: {tokens}"
-
-
-_RUNS = {
-    "on": "with it",
-    "computed": "over a disk, computed",
-    "pool": "over a disk, from the pool",
-    "disk": "from disk after a kill",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +230,7 @@ class DemoResult:
 
     @property
     def ttft_speedup_p50(self) -> float:
-        """The factor by which the first token comes sooner, at the median."""
+        """The factor by which the first token is faster, at the median."""
         on = self.on.ttft_ms(50)
         return self.off.ttft_ms(50) / on if on else 0.0
 

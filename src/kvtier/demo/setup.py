@@ -1,7 +1,21 @@
-"""The settings of a demo, and the engines made from them.
+"""The settings of a demo: its workload, its model, and the engines made from them.
+
+The workload is a set of conversations that share a system prompt and return after the cache forgot them.
+
+    turn 1   system | opening message                                       -> answer 1
+    turn 2   system | opening message | answer 1 | message 2                -> answer 2
+    ...
+
+Each prompt holds the whole conversation so far, so all of it but the last message has been computed before.
+Every round takes all conversations in a new order, as users return in any order. Tokens are drawn from a
+seed, the same on every platform; answers are the engine's own.
+
+The built-in models are Llama configs for seeded random weights, so that nothing is downloaded. Random
+weights answer nonsense, but compute exactly as trained ones: a wrong byte of KV changes the tokens.
 
 The two engines of one process have the same model, loaded once, and the same settings; only the connector
-differs. Sizes that do not fit together are refused before anything is allocated. One thread uses this.
+differs. Sizes that do not fit together are refused before anything is allocated. Settings are immutable; one
+thread makes engines. Only making an engine needs torch.
 """
 
 from __future__ import annotations
@@ -9,20 +23,131 @@ from __future__ import annotations
 import math
 import os
 import platform
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.config import KVTierConfig, format_size
-from kvtier.demo.models import DEMO_MODEL
-from kvtier.demo.workload import Workload
 from kvtier.errors import ConfigError, OutsideError
 
 if TYPE_CHECKING:
     from kvtier.engine import Engine, EngineConfig
 
-__all__ = ["DemoSettings", "describe", "make_engine", "open_engines", "token_bytes"]
+DEMO_MODEL: Final[dict[str, Any]] = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}
+"""10 million parameters, 6 KiB of float32 KV a token: a prompt of a thousand tokens takes half a second on
+two slow cores.
+"""
+
+QUICK_MODEL: Final[dict[str, Any]] = DEMO_MODEL | {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""A million parameters that cost nothing to run, for a look at the demo itself."""
+
+
+class Turn(NamedTuple):
+    """One request: a turn of a conversation, both numbered from 1."""
+
+    conversation: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The shape of the conversations. Lengths are in tokens; messages vary by up to a quarter."""
+
+    conversations: int = 10
+    turns: int = 4
+    system: int = 192
+    """The length of the prompt that all conversations share."""
+    opening: int = 896
+    """The length of the first message: a document to talk about."""
+    message: int = 24
+    """The length of each later message."""
+    answer: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("conversations", "turns", "system", "opening", "message", "answer"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(name, f"expected a whole number of at least 1, got {value}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError("seed", f"expected a whole number from 0 to 2**63 - 1, got {self.seed}")
+
+    @property
+    def requests(self) -> int:
+        """The number of requests."""
+        return self.conversations * self.turns
+
+    def rounds(self) -> Iterator[Turn]:
+        """Yield all turns in the order in which they are asked."""
+        for turn in range(1, self.turns + 1):
+            order = list(range(1, self.conversations + 1))
+            Random(f"{self.seed}/round/{turn}").shuffle(order)
+            yield from (Turn(conversation, turn) for conversation in order)
+
+    def system_prompt(self, vocabulary: int) -> list[int]:
+        """Return the tokens that open every conversation."""
+        return _draw(Random(f"{self.seed}/system"), self.system, vocabulary)
+
+    def message_of(self, turn: Turn, vocabulary: int) -> list[int]:
+        """Return the user's tokens of a turn."""
+        random = Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}")
+        return _draw(random, self._length_of(turn, random), vocabulary)
+
+    def prompt_of(self, turn: Turn, answers: Mapping[Turn, Sequence[int]], vocabulary: int) -> list[int]:
+        """Return the prompt of a turn: the whole conversation up to the turn's message."""
+        said = self.system_prompt(vocabulary)
+        for number in range(1, turn.turn + 1):
+            earlier = Turn(turn.conversation, number)
+            said += self.message_of(earlier, vocabulary)
+            said += answers[earlier] if number < turn.turn else ()
+        return said
+
+    def longest(self) -> int:
+        """Return the tokens of the longest conversation when it ends, prompt and answer."""
+        return max(self._total_of(conversation) for conversation in range(1, self.conversations + 1))
+
+    def total(self) -> int:
+        """Return the tokens of all conversations when they end, the system prompt counted once."""
+        conversations = range(1, self.conversations + 1)
+        return self.system + sum(
+            self._total_of(conversation) - self.system for conversation in conversations
+        )
+
+    def _total_of(self, conversation: int) -> int:
+        turns = [Turn(conversation, turn) for turn in range(1, self.turns + 1)]
+        seeds = (Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}") for turn in turns)
+        messages = sum(self._length_of(turn, random) for turn, random in zip(turns, seeds, strict=True))
+        return self.system + messages + self.turns * self.answer
+
+    def _length_of(self, turn: Turn, random: Random) -> int:
+        usual = self.opening if turn.turn == 1 else self.message
+        return random.randint(usual - usual // 4, usual + usual // 4)
+
+
+def _draw(random: Random, length: int, vocabulary: int) -> list[int]:
+    return [random.randrange(vocabulary) for _ in range(length)]
+
+
+# -- engines ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +169,7 @@ class DemoSettings:
     dtype: str = "float32"
     compute_dtype: str = "float64"
     disk_folder: Path | None = None
-    """The folder in which the run over a disk makes and removes a folder; `None`: there is no such run."""
+    """The run over a disk makes and removes a folder in this one; with `None` there is no such run."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "concurrency"):
@@ -113,7 +238,7 @@ def _refuse_misfits(settings: DemoSettings) -> None:
     """Refuse sizes of model, cache, chunk and conversations that do not fit, before allocating anything."""
     import torch
 
-    from kvtier.engine.model_config import ModelConfig
+    from kvtier.engine.config import ModelConfig
     from kvtier.engine.weights import load_config
 
     source, longest = settings.model, settings.workload.longest()
@@ -152,7 +277,7 @@ def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
     """Return the settings and the machine as plain values."""
     import torch
 
-    from kvtier.engine.model_config import weight_shapes
+    from kvtier.engine.config import weight_shapes
 
     model = engine.model.config
     return {

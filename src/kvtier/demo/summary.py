@@ -9,21 +9,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.config import format_size
-from kvtier.demo.result import DemoResult, PoolUse, RestartResult, RunResult
+from kvtier.demo.result import RUNS, DemoResult, PoolUse, Process, RestartResult, RunResult
 
-__all__ = [
-    "MEANINGS",
-    "RESTART_RUNS",
-    "Row",
-    "describe_model",
-    "describe_restart",
-    "describe_tiers",
-    "format_ms",
-    "summarize",
-    "summarize_restart",
-]
-
-RESTART_RUNS = {"computed": "computed", "pool": "from the pool", "disk": "disk, after kill -9"}
+OWN_RUNS = {name: run.label for name, run in RUNS.items() if run.process is Process.OWN}
+"""The runs without and with kvtier, and their labels."""
+RESTART_RUNS = {name: run.label for name, run in RUNS.items() if run.process is not Process.OWN}
 """The runs over a disk, and their labels."""
 
 MEANINGS = {

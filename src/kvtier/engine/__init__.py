@@ -3,11 +3,10 @@
 It needs torch. It is the reference host of the connector: `engine.py` shows the order of calls in a step.
 """
 
-from kvtier.engine.config import EngineConfig
+from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.engine import Engine, Model
 from kvtier.engine.event_buffer import Publisher
 from kvtier.engine.model import Decoder
-from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import RequestOutput, TokenSources
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.weights import load_weights, random_weights, save_model

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, format_size
 from kvtier.engine.cache import CacheGroup, KVCache
-from kvtier.engine.config import EngineConfig
+from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
-from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.scheduler import RequestSlice
 from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
@@ -27,22 +26,13 @@ from kvtier.memory_limits import free_memory
 from kvtier.namespace import Namespace, WeightsFiles
 from kvtier.transfer.compare import tolerance
 
-__all__ = [
-    "allocate_kv",
-    "describe_cache",
-    "expect_room",
-    "find_max_model_len",
-    "make_batch",
-    "make_decoder",
-]
-
 _BLOCK_BYTES = 256
 """The approximate bytes of the cache's records for a block."""
 
 _HARMLESS = {
-    "device": "its kind is covered, and its number is a place",
+    "device": "its kind is covered, and its number only says which one",
     "enable_prefix_caching": "which blocks the engine keeps for itself",
-    "kv_events": "what is told of blocks",
+    "kv_events": "what is published about blocks",
     "max_model_len": "how long requests may be; the model's own config decides on positions",
     "max_num_batched_tokens": "in which pieces prompts are computed",
     "max_num_seqs": "which requests run together",
@@ -165,10 +155,10 @@ def _namespace(name: Callable[..., str], weights_id: Any) -> str | Namespace:
 def make_batch(
     slices: Sequence[RequestSlice], num_groups: int, block_size: int, device: str
 ) -> ForwardBatch:
-    """Flatten slices to rows, with the place in each group's cache that each row writes."""
+    """Flatten slices to rows, with the position in each group's cache that each row writes."""
     tokens = [token for request, start, end in slices for token in request.tokens[start:end]]
     positions = [position for _, start, end in slices for position in range(start, end)]
-    places = [
+    slots = [
         [
             request.table.rows[group][position // block_size] * block_size + position % block_size
             for request, start, end in slices
@@ -177,14 +167,14 @@ def make_batch(
         for group in range(num_groups)
     ]
     tables = [row for request, _, _ in slices for row in request.table.rows]
-    sent = iter(_send([tokens, positions, *places, *tables], device))
-    sent_tokens, sent_positions, *sent_places = (next(sent) for _ in range(2 + num_groups))
+    sent = iter(_send([tokens, positions, *slots, *tables], device))
+    sent_tokens, sent_positions, *sent_slots = (next(sent) for _ in range(2 + num_groups))
     sequences, row = [], 0
     for _, start, end in slices:
         block_tables = tuple(next(sent) for _ in range(num_groups))
         sequences.append(SequenceSlice(row, row + end - start, end, block_tables))
         row += end - start
-    return ForwardBatch(sent_tokens, sent_positions, sequences, tuple(sent_places))
+    return ForwardBatch(sent_tokens, sent_positions, sequences, tuple(sent_slots))
 
 
 def _send(lists: list[list[int]], device: str) -> tuple[Tensor, ...]:

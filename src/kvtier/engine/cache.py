@@ -1,7 +1,7 @@
 """The records of the paged KV cache: which request holds which block, which blocks can serve a prefix again,
 and which block is reused first.
 
-Block ids come from one range and name a place in every tensor, so a block belongs to one group at a time.
+Block ids come from one range and name a page in every tensor, so a block belongs to one group at a time.
 Block 0 is the null block: it stands where a sliding window has left no block, and is never allocated or
 written. Guarantees:
 
@@ -30,8 +30,6 @@ from kvtier.transfer.base import NULL_BLOCK
 
 if TYPE_CHECKING:
     from kvtier.engine.request import Request
-
-__all__ = ["Block", "BlockTable", "CacheGroup", "KVCache", "group_layers"]
 
 CacheKey = tuple[BlockHash, int]
 """A block's content: the hash of the prefix that it ends, and its group."""
@@ -133,9 +131,8 @@ class KVCache:
         total = 0
         for group in self.groups:
             blocks = self._blocks_of(num_tokens)
-            if (
-                group.sliding_window is not None
-            ):  # a window and the slice behind it, which may begin anywhere in a block
+            # A window holds itself and the slice behind it, which may begin anywhere in a block.
+            if group.sliding_window is not None:
                 span = group.sliding_window - 1 + min(self._max_slice, num_tokens - num_computed)
                 blocks = min(blocks, self._blocks_of(span - 1) + 1)
             total += blocks
@@ -227,7 +224,7 @@ class KVCache:
     def extend(self, table: BlockTable, num_computed: int, num_tokens: int) -> BlockIds | None:
         """Make room for tokens `[num_computed, num_tokens)`; first drop blocks that windows have passed.
 
-        Return the new block ids by group; `None`: there are not enough free blocks, and none was taken.
+        Return the new block ids by group, or `None` if there are not enough free blocks; then none is taken.
         """
         self._drop_left_behind(table, num_computed)
         missing = sum(max(0, self._blocks_of(num_tokens) - len(row)) for row in table.rows)
@@ -262,7 +259,7 @@ class KVCache:
     def _take(self) -> int:
         block_id, block = self._free.popitem(last=False)
         if block.key is not None:
-            self._tell(_removed(block.key))
+            self._record(_removed(block.key))
             del self._found_by[block.key]
         block.key, block.ref_count = None, 1
         return block_id
@@ -311,7 +308,7 @@ class KVCache:
         removal of every block is announced.
         """
         for event in (AllBlocksCleared(),) if tiers_too else map(_removed, self._found_by):
-            self._tell(event)
+            self._record(event)
         for block in self._found_by.values():
             block.key = None
         self._found_by.clear()
@@ -326,7 +323,7 @@ class KVCache:
             self._events.clear()
         return taken
 
-    def _tell(self, event: KVCacheEvent) -> None:
+    def _record(self, event: KVCacheEvent) -> None:
         if self._events is not None:
             self._events.append(event)
 
@@ -335,20 +332,20 @@ class KVCache:
         if self._events is not None:
             for _, run in groupby(enumerate(positions), key=lambda item: item[1] - item[0]):
                 consecutive = [position for _, position in run]
-                self._tell(self._stored(request, index, consecutive[0], consecutive[-1] + 1))
+                self._record(self._stored(request, index, consecutive[0], consecutive[-1] + 1))
 
     def _stored(self, request: Request, index: int, start: int, stop: int) -> BlockStored:
         window = self.groups[index].sliding_window
-        told = request.describe(start * self.block_size, stop * self.block_size, self.block_size)
+        described = request.describe(start * self.block_size, stop * self.block_size, self.block_size)
         return BlockStored(
             block_hashes=list(request.block_hashes[start:stop]),
             parent_block_hash=request.block_hashes[start - 1] if start else None,
-            token_ids=list(told.token_ids),
+            token_ids=list(described.token_ids),
             block_size=self.block_size,
             lora_id=None,
             medium=MEDIUM_GPU,
-            lora_name=told.lora_name,
-            extra_keys=None if told.extra_keys is None else list(told.extra_keys),
+            lora_name=described.lora_name,
+            extra_keys=None if described.extra_keys is None else list(described.extra_keys),
             group_idx=index,
             kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
             kv_cache_spec_sliding_window=window,

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, and the place where a connector is wired to an engine.
+"""The engine: requests in, tokens out, and the calls of a connector in an engine.
 
 A step schedules, computes and samples. The connector's calls are around the forward pass, in
 `_begin_transfers` and `_end_transfers`; the scheduler makes the calls for single requests. S and W are the
@@ -6,7 +6,7 @@ connector's two sides. A step is:
 
     schedule    S.get_num_new_matched_tokens, S.update_state_after_alloc, for each request that comes in
     begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
-    forward     or, with nothing to run, W.is_storing, W.await_layer: compute ahead of a load (`speculation`)
+    forward     or, with nothing to run, W.wait_for_transfers
     sample      W.wait_for_save comes first, so that stores run behind the forward pass
     end         W.take_output, W.clear_connector_metadata -> S.update_connector_output
     append      S.request_finished, for each request that ends
@@ -18,14 +18,16 @@ else changes. One thread calls an engine.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -40,13 +42,14 @@ from kvtier.engine.assembly import (
     make_decoder,
 )
 from kvtier.engine.cache import KVCache, group_layers
-from kvtier.engine.config import EngineConfig
+from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.event_buffer import EventBuffer, Publisher
-from kvtier.engine.interrupts import uninterrupted
 from kvtier.engine.model import ForwardBatch
-from kvtier.engine.model_config import ModelConfig
-from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
-from kvtier.engine.request_input import (
+from kvtier.engine.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    TokenSources,
     count_items,
     expect_type,
     read_items,
@@ -58,19 +61,16 @@ from kvtier.engine.request_input import (
 )
 from kvtier.engine.sampling import SamplingParams, sample
 from kvtier.engine.scheduler import RequestSlice, Scheduler, Step
-from kvtier.engine.speculation import Speculation, written_blocks
 from kvtier.engine.weights import load_config, load_weights, random_weights
 from kvtier.errors import InputError, show_value
 from kvtier.events.types import KVCacheEvent
 from kvtier.namespace import WeightsFiles
+from kvtier.offload import OffloadingSpecFactory
 from kvtier.offload.base import OffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
-
-__all__ = ["Engine", "Model"]
 
 _IDLE_SECONDS = 0.05  # a step without tokens waits this long for a transfer
 _TIER_SECONDS = 0.005  # such a step waits this long for a tier, because a transfer may end meanwhile
-_PAUSE_SECONDS = 0.001  # such a step sleeps this long if no transfer runs but reports are missing
+_BACKOFF_SECONDS = 0.001  # such a step sleeps this long if no transfer runs but reports are missing
 
 
 class Model(Protocol):
@@ -87,21 +87,8 @@ class Model(Protocol):
     ) -> Tensor: ...
 
 
-@runtime_checkable
-class LayeredModel(Model, Protocol):
-    """A model that can wait for the KV of each layer, so that it computes while a load is on its way."""
-
-    def forward_by_layer(
-        self,
-        batch: ForwardBatch,
-        kv_caches: Mapping[str, Tensor],
-        group_of_layer: Sequence[int],
-        block_size: int,
-    ) -> Generator[str, None, Tensor]: ...
-
-
 class Engine:
-    """An engine that runs requests on one model, with an optional home for the KV that does not fit."""
+    """Runs requests on one model, with optional tiers for the KV that does not fit."""
 
     def __init__(
         self,
@@ -147,7 +134,6 @@ class Engine:
                 describe_cache(model.config, config, self.groups, kvtier, weights_id), spec_factory
             )
         self._scheduler = Scheduler(config, self._cache, self.connector)
-        self.speculation = Speculation()
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._outputs: dict[int, RequestOutput] = {}
@@ -253,7 +239,7 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, in any state, and return its output so far.
 
-        `None`: there is no such request any more.
+        Return `None` if there is no such request any more.
         """
         request = self._requests.get(read_text("request_id", request_id))
         if request is None:
@@ -298,7 +284,7 @@ class Engine:
         return [outputs[request_id] for request_id in ids]
 
     def has_unfinished(self) -> bool:
-        """Say whether any request is not over, or has an output that was not returned."""
+        """Return whether any request is not over, or has an output that was not returned."""
         return bool(self._requests or self._outputs)
 
     @property
@@ -334,7 +320,7 @@ class Engine:
     def _step(self) -> None:
         step = self._scheduler.schedule()
         self._begin_transfers(step)
-        self._scheduler.note_told(step)
+        self._scheduler.confirm(step)
         tokens: list[int] = []
         if step.slices:
             logits = self._forward(step.slices)
@@ -351,44 +337,23 @@ class Engine:
         """Tell the connector the schedule, start loads, and end stores whose blocks will be overwritten."""
         if self.connector is None or self.worker is None:
             return
-        step.view.speculated = self.speculation.has(step.slices)
         metadata = self.connector.build_connector_meta(step.view)
         self.worker.bind_connector_metadata(metadata)
         self.worker.handle_preemptions(metadata)
-        self.worker.start_load_kv(by_layer=not step.slices and len(self._scheduler.loading) == 1)
+        self.worker.start_load_kv()
 
     def _begin_stores(self) -> None:
         if self.worker is not None:
             self.worker.wait_for_save()
 
     def _idle(self) -> None:
-        """Compute ahead of a load, if there is only one, and wait a short time for a transfer to end."""
+        """Wait a short time for a transfer to end."""
         if self.worker is not None:
             until = time.monotonic() + _IDLE_SECONDS
-            self._speculate(self.worker, until)
             if self.connector is not None and self.connector.wait_for_tiers(_TIER_SECONDS):
                 return
             if not self.worker.wait_for_transfers(max(0.0, until - time.monotonic())):
-                time.sleep(_PAUSE_SECONDS)
-
-    def _speculate(self, worker: OffloadingConnector, until: float) -> None:
-        if not isinstance(self.model, LayeredModel):
-            return
-        request_slice = self._scheduler.plan_speculation()
-        if request_slice is None or self.speculation.has([request_slice]):
-            return
-        if worker.is_storing(written_blocks(request_slice, self.config.block_size)):
-            return  # the connector does not know yet that these blocks are to be written
-
-        def arrives(layer: str) -> bool:
-            patience = max(0.0, until - time.monotonic())
-            return worker.await_layer(request_slice.request.request_id, layer, patience)
-
-        batch = make_batch([request_slice], len(self.groups), self.config.block_size, self.config.device)
-        layers = self.model.forward_by_layer(
-            batch, self.kv_caches, self._group_of_layer, self.config.block_size
-        )
-        self.speculation.run(request_slice, layers, arrives)
+                time.sleep(_BACKOFF_SECONDS)
 
     def _end_transfers(self) -> None:
         """Take the workers' output and complete the transfers that are over."""
@@ -399,14 +364,9 @@ class Engine:
         self.connector.update_connector_output(output)
         if output.distrusted:
             self.reset_prefix_cache()
-        if output.invalid_block_ids:
-            self.speculation.forget()
         self._scheduler.take_transfers(output)
 
     def _forward(self, slices: list[RequestSlice]) -> Tensor:
-        computed = self.speculation.take(slices)
-        if computed is not None:
-            return computed
         batch = make_batch(slices, len(self.groups), self.config.block_size, self.config.device)
         return self.model.forward(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
 
@@ -453,7 +413,7 @@ class Engine:
         del self._requests[request.request_id]
         self._scheduler.finish(request, reason)
 
-    # -- telling -----------------------------------------------------------------------------------
+    # -- outputs and events ------------------------------------------------------------------------
 
     def _output(self, request: Request) -> RequestOutput:
         reason, first = request.finish_reason, request.first_token_at
@@ -479,7 +439,7 @@ class Engine:
         )
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Say where a prompt came from, and why not all from a cache; `None`: no kvtier, or not known."""
+        """Return where a prompt came from, and why not all from a cache; `None` if that is not known."""
         name = read_text("request_id", request_id)
         return None if self.connector is None else self.connector.explain(name)
 
@@ -577,3 +537,31 @@ class Engine:
 
     def _is_used(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._scheduler.held
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold a Ctrl-C back until the block has ended, and raise `KeyboardInterrupt` then.
+
+    Inside a step it would leave the engine's state half written. A second Ctrl-C is not held back, because a
+    step may hang. Only Python's own handler is replaced, and only on the main thread, where signals arrive;
+    a program's own handler stays.
+    """
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pending: list[int] = []
+
+    def hold(number: int, frame: object) -> None:
+        if pending:
+            raise KeyboardInterrupt
+        pending.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pending:
+        raise KeyboardInterrupt

@@ -16,8 +16,6 @@ from typing import Protocol
 from kvtier.errors import show_value
 from kvtier.events.types import AllBlocksCleared, KVCacheEvent, KVEventBatch
 
-__all__ = ["MOST_BLOCKS", "EventBuffer", "Publisher"]
-
 logger = logging.getLogger(__name__)
 
 MOST_BLOCKS = 100_000

@@ -15,32 +15,18 @@ One thread at a time may use a decoder; the weights are never written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from kvtier.engine.model_config import ModelConfig, RopeConfig, weight_shapes
+from kvtier.engine.config import ModelConfig, weight_shapes
 from kvtier.errors import InputError, ModelError
-
-__all__ = [
-    "Attention",
-    "Decoder",
-    "ForwardBatch",
-    "LayerPages",
-    "ModelConfig",
-    "RopeConfig",
-    "SequenceSlice",
-    "run_to_end",
-    "split_kv",
-    "weight_shapes",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +50,14 @@ class SequenceSlice:
 class ForwardBatch:
     """One forward pass over several sequences, flattened to T rows: `tokens` [T] at `positions` [T].
 
-    `places[g]` [T] are the places of each row's K and V in the caches of group g:
+    `slots[g]` [T] are the positions of each row's K and V in the caches of group g:
     `block_id * block_size + offset`.
     """
 
     tokens: Tensor
     positions: Tensor
     sequences: list[SequenceSlice]
-    places: tuple[Tensor, ...]
+    slots: tuple[Tensor, ...]
 
 
 def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,11 +190,6 @@ class _Norm:
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
-Attention = Callable[[Tensor, LayerPages, LayerPages], Tensor]
-"""Takes queries `[rows, heads, dim]` and the K and V of a layer; returns the attention output in that shape.
-"""
-
-
 def _attend_spans(spans: list[_Span], q: Tensor, k: LayerPages, v: LayerPages) -> Tensor:
     out = torch.empty_like(q)
     for rows, keys, mask in spans:
@@ -225,7 +206,7 @@ class _LayerInputs(NamedTuple):
     cos: Tensor
     sin: Tensor
     writes: Tensor
-    attention: Attention
+    spans: list[_Span]
 
 
 class _Layer:
@@ -259,25 +240,12 @@ class _Layer:
         q, new_k = _rotate(qk, inputs.cos, inputs.sin).tensor_split([heads], dim=1)
         k.write(inputs.writes, new_k)
         v.write(inputs.writes, new_v)
-        return inputs.attention(q, k, v).flatten(1)
+        return _attend_spans(inputs.spans, q, k, v).flatten(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the halves of each head as parts of complex numbers. `sin` is negative for the first half."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-T = TypeVar("T")
-
-
-def run_to_end(layers: Generator[object, None, T]) -> T:
-    """Run a generator to its end, ignore what it yields, and return its value."""
-    while True:
-        try:
-            next(layers)
-        except StopIteration as end:
-            value: T = end.value
-            return value
 
 
 class Decoder:
@@ -315,10 +283,6 @@ class Decoder:
         self._frequencies = torch.tensor(
             config.rope.frequencies(config.head_dim), dtype=torch.float64, device=device
         )
-        from kvtier.engine.graphs import StepGraphs
-
-        self.graphs = StepGraphs(self) if StepGraphs.can_capture(self) else None
-        """The graphs that replay small steps; `None`: all steps are computed op by op."""
 
     def forward(
         self,
@@ -332,24 +296,10 @@ class Decoder:
         Logits are float32, or `compute_dtype` if that is wider. `kv_caches` are keyed by
         `config.layer_names`.
         """
-        return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
-
-    def forward_by_layer(
-        self,
-        batch: ForwardBatch,
-        kv_caches: Mapping[str, Tensor],
-        group_of_layer: Sequence[int],
-        block_size: int,
-    ) -> Generator[str, None, Tensor]:
-        """Do the same as `forward`, but yield the name of each layer before its cache is read."""
-        if self.graphs is not None:
-            graph = self.graphs.find(batch, kv_caches, group_of_layer, block_size)
-            if graph is not None:
-                return (yield from graph.replay(batch))
         last = torch.tensor([sequence.end - 1 for sequence in batch.sequences], device=self.device)
-        hidden = yield from self._hidden_by_layer(batch, kv_caches, group_of_layer, block_size)
-        return self.logits(hidden[last])
+        return self.logits(self.hidden(batch, kv_caches, group_of_layer, block_size)[last])
 
+    @torch.inference_mode()
     def hidden(
         self,
         batch: ForwardBatch,
@@ -358,53 +308,21 @@ class Decoder:
         block_size: int,
     ) -> Tensor:
         """Do the same as `forward` up to the last layer, and return the hidden state of every row."""
-        return run_to_end(self._hidden_by_layer(batch, kv_caches, group_of_layer, block_size))
-
-    def _hidden_by_layer(
-        self,
-        batch: ForwardBatch,
-        kv_caches: Mapping[str, Tensor],
-        group_of_layer: Sequence[int],
-        block_size: int,
-    ) -> Generator[str, None, Tensor]:
-        def attention(group: int, window: int | None, stride: int) -> Attention:
-            return partial(
-                _attend_spans, _plan(batch, group, window, block_size, stride, self.compute_dtype)
-            )
-
-        return self.run_layers(
-            batch.tokens, batch.positions, batch.places, kv_caches, group_of_layer, block_size, attention
-        )
-
-    @torch.inference_mode()
-    def run_layers(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        places: Sequence[Tensor],
-        kv_caches: Mapping[str, Tensor],
-        group_of_layer: Sequence[int],
-        block_size: int,
-        attention: Callable[[int, int | None, int], Attention],
-    ) -> Generator[str, None, Tensor]:
-        """Run rows through all layers, yield the name of each layer before it, and return the hidden state.
-
-        `attention(group, window, stride)` makes the attention for such layers over pages with that stride.
-        """
-        angles = positions.to(torch.float64)[:, None, None] * self._frequencies
+        angles = batch.positions.to(torch.float64)[:, None, None] * self._frequencies
         cos = torch.cat((angles, angles), dim=-1).cos().to(self.compute_dtype)
         sin = torch.cat((-angles, angles), dim=-1).sin().to(self.compute_dtype)
         inputs: dict[tuple[int, int | None, int], _LayerInputs] = {}
-        x = self._embedding[tokens]
+        x = self._embedding[batch.tokens]
         layers = zip(
             self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True
         )
         for layer, name, window, group in layers:
-            yield name
             k, v = (LayerPages(pages) for pages in split_kv(kv_caches[name]))
             if (key := (group, window, k.stride)) not in inputs:
-                writes = places[group] // block_size * k.stride + places[group] % block_size
-                inputs[key] = _LayerInputs(cos, sin, writes, attention(*key))
+                slots = batch.slots[group]
+                writes = slots // block_size * k.stride + slots % block_size
+                spans = _plan(batch, group, window, block_size, k.stride, self.compute_dtype)
+                inputs[key] = _LayerInputs(cos, sin, writes, spans)
             x = layer(x, k, v, inputs[key])
         return x
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from kvtier.errors import InputError, show_value
 
-__all__ = ["SamplingParams", "sample"]
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -107,12 +105,12 @@ def _is_int(value: object, least: float = -math.inf) -> bool:
 
 
 def _is_seed(value: object) -> bool:
-    """Say whether a value is an int that Python can print: it refuses very long ones."""
+    """Return whether a value is an int that Python can print: it refuses very long ones."""
     return type(value) is int and value.bit_length() <= 128
 
 
 def _is_number(value: object) -> bool:
-    """Say whether a value is a number of 0 or more that is finite as a float."""
+    """Return whether a value is a number of 0 or more that is finite as a float."""
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
     )

@@ -35,8 +35,6 @@ from kvtier.errors import IntegrityError
 if TYPE_CHECKING:
     from kvtier.connector import OffloadingConnector
 
-__all__ = ["RequestSlice", "Scheduler", "Step"]
-
 _by_arrival = attrgetter("arrival")
 
 
@@ -80,7 +78,7 @@ class Step:
 
 
 class Scheduler:
-    """The owner of every request that is not over."""
+    """Owns every request that is not over."""
 
     def __init__(
         self, config: EngineConfig, cache: KVCache, connector: OffloadingConnector | None = None
@@ -96,7 +94,6 @@ class Scheduler:
         # The changes that the connector does not know yet.
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
-        self._speculative_blocks: set[int] = set()
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -107,17 +104,15 @@ class Scheduler:
             self._admit_waiting(step)
         step.view.finished_req_ids = set(self._finished)
         step.view.preempted_req_ids = set(self._preempted)
-        step.view.speculative_blocks = set(self._speculative_blocks)
         return step
 
-    def note_told(self, step: Step) -> None:
-        """Note that the connector, if any, knows of a step.
+    def confirm(self, step: Step) -> None:
+        """Count the changes of a step as known to the connector, if any.
 
-        Until then the next step tells the changes again.
+        Until then the next step reports them again.
         """
         self._finished -= step.view.finished_req_ids
         self._preempted -= step.view.preempted_req_ids
-        self._speculative_blocks -= step.view.speculative_blocks
 
     def start_all_over(self) -> None:
         """Send back all running requests, because a step was cut off at an unknown point.
@@ -142,7 +137,7 @@ class Scheduler:
     def _continue(self, step: Step, request: Request, end: int) -> bool:
         """Compute a request up to `end`, preempting younger requests for blocks.
 
-        `False`: there is no younger request, so it waits.
+        Return `False` if there is no younger request, so that it waits.
         """
         while (new_blocks := self._cache.extend(request.table, request.num_computed_tokens, end)) is None:
             if self._release_held():
@@ -183,7 +178,7 @@ class Scheduler:
                 self._continue(step, request, min(request.num_tokens, local + step.budget))
 
     def _make_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether there is room for a request; if need be, free blocks that only stores of finished
+        """Return whether there is room for a request; if need be, free blocks that only stores of finished
         requests read.
         """
         return self._has_room(request, local, end) or (
@@ -191,7 +186,7 @@ class Scheduler:
         )
 
     def _release_held(self) -> bool:
-        """Free the blocks that finished requests keep for their stores; say whether there were any.
+        """Free the blocks that finished requests keep for their stores; return whether there were any.
 
         A store that still reads such a block is ended before the step in which another request gets it.
         """
@@ -201,7 +196,7 @@ class Scheduler:
         return bool(stored)
 
     def _has_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether a request can compute all its tokens and one more, beside the admitted requests."""
+        """Return whether a request can compute all its tokens and one more, beside the admitted requests."""
         promised = sum(
             max(
                 0,
@@ -224,7 +219,7 @@ class Scheduler:
     # -- with a connector --------------------------------------------------------------------------
 
     def _ask(self, request: Request, local: int) -> int | None:
-        """Ask how many tokens beyond the local ones can be loaded; `None`: ask again in the next step."""
+        """Ask how many tokens beyond the local ones can be loaded; `None` means to ask again in a step."""
         if self._connector is None:
             return 0
         external, _ = self._connector.get_num_new_matched_tokens(request, local)
@@ -260,21 +255,6 @@ class Scheduler:
             hold, _ = connector.request_finished(former, former.table.block_ids())
         finally:
             self._hold_or_release(former, hold, is_loading=hold)
-
-    def plan_speculation(self) -> RequestSlice | None:
-        """Take blocks for the first slice that the one loading request will compute, and return the slice.
-
-        `None`: no request loads; several do, which are better computed together; or blocks are missing.
-        """
-        if len(self.loading) != 1:
-            return None
-        (request,), size = self.loading, self._cache.block_size
-        start = min(request.load_end // size * size, request.num_tokens - 1)
-        end = min(request.num_tokens, start + self._config.max_num_batched_tokens)
-        if (new_blocks := self._cache.extend(request.table, start, end)) is None:
-            return None
-        self._speculative_blocks.update(block for row in new_blocks for block in row)
-        return RequestSlice(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:
         """Take in the ended transfers: let loaded requests run, and free blocks held for transfers."""

@@ -20,10 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvtier.engine.model_config import ModelConfig, parse_token_ids, weight_shapes
+from kvtier.engine.config import ModelConfig, parse_token_ids, weight_shapes
 from kvtier.errors import ModelError, show_value
-
-__all__ = ["load_config", "load_weights", "random_weights", "save_model"]
 
 T = TypeVar("T")
 

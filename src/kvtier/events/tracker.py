@@ -28,8 +28,9 @@ from msgspec.structs import astuple
 from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, KVCacheEvent
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from kvtier.residency import OffloadingEvent
 
-__all__ = ["ChunkGroup", "Describe", "Description", "OffloadingEventsTracker", "TierEvent"]
+__all__ = ["ChunkGroup", "Describe", "Description", "OffloadingEventsTracker"]
 
 _FULL_ATTENTION = "full_attention"
 _TOKEN_TYPE = "i"
@@ -72,21 +73,6 @@ class ChunkGroup(Protocol):
     def hashes_per_chunk(self) -> int: ...
     @property
     def window(self) -> int | None: ...
-
-
-class TierEvent(Protocol):
-    """A tier's change: chunks that a medium holds from now on or, if `removed`, no longer holds."""
-
-    @property
-    def keys(self) -> Sequence[OffloadKey]: ...
-    @property
-    def medium(self) -> str: ...
-    @property
-    def removed(self) -> bool: ...
-    @property
-    def descriptions(self) -> tuple[bytes, ...] | None:
-        """The `describe_chunks` bytes of each chunk, if they come from a restarted tier."""
-        ...
 
 
 class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
@@ -178,7 +164,7 @@ class OffloadingEventsTracker:
 
     # -- translating -------------------------------------------------------------------------------
 
-    def take_events(self, events: Iterable[TierEvent]) -> list[KVCacheEvent]:
+    def take_events(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
         """Translate the tiers' changes, in order."""
         told: list[KVCacheEvent] = []
         removed: list[OffloadKey] = []
@@ -267,7 +253,7 @@ class OffloadingEventsTracker:
                 yield block_hash
         yield chunk.hashes[-1]
 
-    def _remove_cleared_blocks(self, event: TierEvent) -> Iterator[BlockRemoved]:
+    def _remove_cleared_blocks(self, event: OffloadingEvent) -> Iterator[BlockRemoved]:
         """Announce the removal of blocks that a reset has cleared and that stored chunks bring again.
 
         The removal of the cleared chunk comes later, and must not take such a block away again.
@@ -282,7 +268,7 @@ class OffloadingEventsTracker:
         for group, hashes in by_group.items():
             yield BlockRemoved(hashes, event.medium, group_idx=group)
 
-    def _removed(self, event: TierEvent) -> Iterator[BlockRemoved]:
+    def _removed(self, event: OffloadingEvent) -> Iterator[BlockRemoved]:
         by_group: dict[int, list[ExternalBlockHash]] = {}
         for key in event.keys:
             hashes = by_group.setdefault(get_offload_group_idx(key), [])

@@ -1,4 +1,4 @@
-"""A line in the log now and then that sums up what kvtier did.
+"""A line in the log now and then that sums up the work of kvtier.
 
 A timer thread reads the running totals every `INTERVAL` seconds and logs the changes: so an engine that
 works in bursts, or is inside one long step, is covered too. A line covers only the time since the last one,
@@ -18,8 +18,6 @@ from dataclasses import asdict
 from kvtier.config import format_size
 from kvtier.connector import ConnectorStats
 
-__all__ = ["INTERVAL", "Summary"]
-
 INTERVAL = 60.0
 
 
@@ -29,16 +27,16 @@ class Summary:
     def __init__(
         self,
         stats: ConnectorStats,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         describe_tiers: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._stats = stats
         self._describe_tiers = describe_tiers
-        self._tell = tell
+        self._log = log
         self._clock = clock
         self._since = clock()
-        self._told: Counter[str] = Counter()
+        self._logged: Counter[str] = Counter()
         self._closed = threading.Event()
         self._timer: threading.Thread | None = None
 
@@ -47,14 +45,14 @@ class Summary:
         self._timer = threading.Thread(target=self._run, name="kvtier-summary", daemon=True)
         self._timer.start()
 
-    def tell_changes(self) -> None:
+    def log_changes(self) -> None:
         """Log all changes since the last line, if any. For callers that have not started the timer."""
         totals = Counter(asdict(self._stats))
-        counts, self._told = totals - self._told, totals
+        counts, self._logged = totals - self._logged, totals
         now = self._clock()
         seconds, self._since = now - self._since, now
         if counts:
-            self._tell(_describe(counts, seconds))
+            self._log(_describe(counts, seconds))
 
     def close(self) -> None:
         """End the timer and log the rest. Idempotent. On the scheduler thread, or after it has ended."""
@@ -62,13 +60,13 @@ class Summary:
         self._closed.set()
         if self._timer is not None:
             self._timer.join()
-        self.tell_changes()
+        self.log_changes()
         for line in self._describe_tiers() if is_first else ():
-            self._tell(f"kvtier, tier {line}")
+            self._log(f"kvtier, tier {line}")
 
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL):
-            self.tell_changes()
+            self.log_changes()
 
 
 def _describe(counts: Counter[str], seconds: float) -> str:

@@ -6,7 +6,7 @@ is the specification; a test compares the two.
     loop    in C       in Python                                              compared in tests/unit by
     chain   _chain.c   kvtier.keys: _chain_python                             test_keys.py
     slots   _slots.c   kvtier.policies.slots: PythonBook and its neighbours   test_slots.py
-    pages   _pages.c   kvtier.transfer.pages: store_python, load_python       test_pages.py
+    pages   _pages.c   kvtier.transfer.host: store_pages_python and its twin  test_pages.py
     cuda    _cuda.c    kvtier.transfer.cuda.commands: PythonSubmitter         test_cuda_commands.py
 
 C is used where it was compiled, unless the environment has `KVTIER_NATIVE=python`. The choice is made once,

@@ -46,10 +46,10 @@ typedef struct {
     int64_t to_pool, address, seam, small_range, first_ranges, batch_ranges;
 } Submitter;
 
-/* `driver.Launch`, `commands.Note` and `commands.Plain`, and the columns of `pieces.Pages`. */
+/* `driver.Launch`, `commands.KernelArgs` and `commands.SimpleBounds`, and the columns of `pieces.Pages`. */
 typedef struct { int64_t function, threads, shared_bytes, programs, tiles, table, num_tiles; } Launch;
-typedef struct { int64_t told, heard, notes, noted, most_blocks; } Note;
-typedef struct { int64_t first, stride, num_blocks, num_slots; } Plain;
+typedef struct { int64_t host, device, stream, copied, max_blocks; } KernelArgs;
+typedef struct { int64_t first, stride, num_blocks, num_slots; } SimpleBounds;
 enum { BASE, STRIDE, SIZE, OFFSET, NUM_COLUMNS };
 
 /* -- arguments ------------------------------------------------------------------------------------------ */
@@ -130,7 +130,7 @@ static int borrow_rows(PyObject *tuple, int64_t last, Rows *rows) {
     return borrow(PyTuple_GetItem(tuple, 0), last, 1, &rows->ids);
 }
 
-static int64_t place(const Rows *rows, int64_t first, int64_t i) {
+static int64_t address_of(const Rows *rows, int64_t first, int64_t i) {
     return rows->base + rows->stride * (rows->ids.count ? get(&rows->ids, first + i) : i);
 }
 
@@ -145,44 +145,46 @@ static PyObject *report(Submitter *self, int status, const char *what) {
 
 /* -- a kernel ------------------------------------------------------------------------------------------- */
 
-static void write_note(const Note *note, const Array *blocks, const Rows *rows, const int64_t *span) {
-    int64_t *told = (int64_t *)note->told, count = span[1] - span[0];
+static void write_to_host(const KernelArgs *args, const Array *blocks, const Rows *rows,
+                          const int64_t *span) {
+    int64_t *written = (int64_t *)args->host, count = span[1] - span[0];
     for (int64_t i = 0; i < count; i++) {
-        told[i] = get(blocks, span[0] + i);
-        told[count + i] = place(rows, span[0], i);
+        written[i] = get(blocks, span[0] + i);
+        written[count + i] = address_of(rows, span[0], i);
     }
 }
 
-static int hear(const Driver *driver, const Note *note, int64_t count) {
+static int copy_to_device(const Driver *driver, const KernelArgs *args, int64_t count) {
     size_t size = 2 * sizeof(int64_t) * count;
-    int status = note->heard ? driver->copy(note->heard, note->told, size, note->notes) : 0;
-    return status || !note->heard ? status : driver->record(note->noted, note->notes);
+    int status = args->device ? driver->copy(args->device, args->host, size, args->stream) : 0;
+    return status || !args->device ? status : driver->record(args->copied, args->stream);
 }
 
-/* tell(note, blocks, first, last, rows, offset) */
-static PyObject *submitter_tell(Submitter *self, PyObject *const *args, Py_ssize_t given) {
-    Note note;
+/* write_args(args, blocks, first, last, rows, offset) */
+static PyObject *submitter_write_args(Submitter *self, PyObject *const *args, Py_ssize_t given) {
+    KernelArgs kernel_args;
     Rows rows;
     Array blocks;
     int64_t span[2], offset;
-    if (expect_count(given, 6) < 0 || read_tuple(args[0], 5, &note.told) < 0 ||
+    if (expect_count(given, 6) < 0 || read_tuple(args[0], 5, &kernel_args.host) < 0 ||
         read_span(args + 2, span) < 0)
         return NULL;
-    if (span[1] - span[0] > note.most_blocks) return refuse("a piece of fewer blocks");
+    if (span[1] - span[0] > kernel_args.max_blocks) return refuse("a piece of fewer blocks");
     if (read_integers(args + 5, 1, &offset) < 0 || borrow(args[1], span[1], 0, &blocks) < 0) return NULL;
     if (borrow_rows(args[4], span[1], &rows) < 0) return give_back(&blocks), NULL;
     rows.base += offset;
-    write_note(&note, &blocks, &rows, span);
+    write_to_host(&kernel_args, &blocks, &rows, span);
     give_back(&blocks);
     give_back(&rows.ids);
-    return report(self, hear(&self->driver, &note, span[1] - span[0]), "telling a kernel");
+    int status = copy_to_device(&self->driver, &kernel_args, span[1] - span[0]);
+    return report(self, status, "copying the arguments of a kernel");
 }
 
-static int start_kernel(const Driver *driver, const Launch *launch, Handle told, int64_t num_blocks,
+static int start_kernel(const Driver *driver, const Launch *launch, Handle args, int64_t num_blocks,
                         Handle stream) {
     int64_t tiles = num_blocks * launch->num_tiles;
     int64_t programs = launch->tiles > 0 ? (tiles + launch->tiles - 1) / launch->tiles : 0;
-    uint64_t null = 0, values[] = {launch->table, told, num_blocks, launch->num_tiles};
+    uint64_t null = 0, values[] = {launch->table, args, num_blocks, launch->num_tiles};
     /* The driver reads as many arguments as the kernel has. Triton's compiler adds some, which are null. */
     void *arguments[] = {&values[0], &values[1], &values[2], &values[3], &null, &null, &null, &null};
     if (programs > launch->programs) programs = launch->programs;
@@ -190,25 +192,26 @@ static int start_kernel(const Driver *driver, const Launch *launch, Handle told,
                           launch->shared_bytes, stream, arguments, NULL);
 }
 
-static int launch_kernel(const Driver *driver, const Launch *launch, const Note *note,
+static int launch_kernel(const Driver *driver, const Launch *launch, const KernelArgs *args,
                          const int64_t *numbers) {
     Handle stream = numbers[1], start = numbers[2], wait = numbers[3], done = numbers[4];
     int status = start ? driver->record(start, stream) : 0;
-    if (!status && note->heard) status = driver->wait_for(stream, note->noted, 0);
+    if (!status && args->device) status = driver->wait_for(stream, args->copied, 0);
     if (!status && wait) status = driver->wait_for(stream, wait, 0);
     if (!status)
-        status = start_kernel(driver, launch, note->heard ? note->heard : note->told, numbers[0], stream);
+        status = start_kernel(driver, launch, args->device ? args->device : args->host, numbers[0], stream);
     return status || !done ? status : driver->record(done, stream);
 }
 
-/* launch(kernel, note, num_blocks, stream, start, wait, done) */
+/* launch(kernel, args, num_blocks, stream, start, wait, done) */
 static PyObject *submitter_launch(Submitter *self, PyObject *const *args, Py_ssize_t given) {
     Launch launch;
-    Note note;
+    KernelArgs kernel_args;
     int64_t numbers[5];
     if (expect_count(given, 7) < 0 || read_tuple(args[0], 7, &launch.function) < 0) return NULL;
-    if (read_tuple(args[1], 5, &note.told) < 0 || read_integers(args + 2, 5, numbers) < 0) return NULL;
-    return report(self, launch_kernel(&self->driver, &launch, &note, numbers), "launching a kernel");
+    if (read_tuple(args[1], 5, &kernel_args.host) < 0 || read_integers(args + 2, 5, numbers) < 0)
+        return NULL;
+    return report(self, launch_kernel(&self->driver, &launch, &kernel_args, numbers), "launching a kernel");
 }
 
 static int are_within(const Array *ids, int64_t first, int64_t limit) {
@@ -217,13 +220,13 @@ static int are_within(const Array *ids, int64_t first, int64_t limit) {
     return 1;
 }
 
-/* Return 0 if a job is plain and the engine's stream idle, else NOT_READY or an error of the driver. */
-static int expect_plain(const Submitter *self, const Plain *plain, const Array *blocks, const Array *slots,
-                        Handle engine) {
-    int is_plain = blocks->count && blocks->count == slots->count &&
-                   are_within(blocks, NULL_BLOCK + 1, plain->num_blocks) &&
-                   are_within(slots, 0, plain->num_slots);
-    return is_plain ? self->driver.query_stream(engine) : NOT_READY;
+/* Return 0 if a job is simple and the engine's stream idle, else NOT_READY or an error of the driver. */
+static int expect_simple(const Submitter *self, const SimpleBounds *bounds, const Array *blocks,
+                         const Array *slots, Handle engine) {
+    int is_simple = blocks->count && blocks->count == slots->count &&
+                    are_within(blocks, NULL_BLOCK + 1, bounds->num_blocks) &&
+                    are_within(slots, 0, bounds->num_slots);
+    return is_simple ? self->driver.query_stream(engine) : NOT_READY;
 }
 
 static PyObject *answer(Submitter *self, int status, const char *what) {
@@ -232,15 +235,15 @@ static PyObject *answer(Submitter *self, int status, const char *what) {
     return report(self, status, what);
 }
 
-/* is_plain(plain, blocks, slots, engine) */
-static PyObject *submitter_is_plain(Submitter *self, PyObject *const *args, Py_ssize_t given) {
-    Plain plain;
+/* is_simple(bounds, blocks, slots, engine) */
+static PyObject *submitter_is_simple(Submitter *self, PyObject *const *args, Py_ssize_t given) {
+    SimpleBounds bounds;
     Array blocks, slots;
     int64_t engine;
-    if (expect_count(given, 4) < 0 || read_tuple(args[0], 4, &plain.first) < 0) return NULL;
+    if (expect_count(given, 4) < 0 || read_tuple(args[0], 4, &bounds.first) < 0) return NULL;
     if (read_integers(args + 3, 1, &engine) < 0 || borrow(args[1], 0, 0, &blocks) < 0) return NULL;
     if (borrow(args[2], 0, 0, &slots) < 0) return give_back(&blocks), NULL;
-    int status = expect_plain(self, &plain, &blocks, &slots, engine);
+    int status = expect_simple(self, &bounds, &blocks, &slots, engine);
     give_back(&blocks);
     give_back(&slots);
     return answer(self, status, "asking for a stream");
@@ -272,7 +275,7 @@ static void append(const Submitter *self, Ranges *ranges, Handle device, Handle 
 static void find_ranges(const Submitter *self, const Array *pages, const Array *blocks, const Rows *rows,
                         const int64_t *span, Ranges *ranges) {
     for (int64_t i = 0; i < span[1] - span[0]; i++) {
-        int64_t block = blocks->count ? get(blocks, span[0] + i) : i, row = place(rows, span[0], i);
+        int64_t block = blocks->count ? get(blocks, span[0] + i) : i, row = address_of(rows, span[0], i);
         for (Py_ssize_t page = 0; page < pages[BASE].count; page++) {
             int64_t host = row + get(&pages[OFFSET], page);
             int64_t device = get(&pages[BASE], page) + block * get(&pages[STRIDE], page);
@@ -362,7 +365,7 @@ release:
 typedef PyObject *(*Command)(Submitter *, PyObject *const *, Py_ssize_t);
 enum { NUM_COMMANDS = 3, MOST_ARGUMENTS = 12 };
 /* The function of each `CommandKind`, which is the last field of a command. */
-static const Command COMMANDS[NUM_COMMANDS] = {submitter_tell, submitter_launch, submitter_copy};
+static const Command COMMANDS[NUM_COMMANDS] = {submitter_write_args, submitter_launch, submitter_copy};
 
 /* Return an argument of a command. A string is a `Placeholder`, replaced by an argument of `play`. */
 static PyObject *find_argument(PyObject *named, PyObject *const *own) {
@@ -465,8 +468,8 @@ static void submitter_dealloc(PyObject *self) {
 }
 
 static PyMethodDef submitter_methods[] = {
-    {"tell", (PyCFunction)(void (*)(void))submitter_tell, METH_FASTCALL, NULL},
-    {"is_plain", (PyCFunction)(void (*)(void))submitter_is_plain, METH_FASTCALL, NULL},
+    {"write_args", (PyCFunction)(void (*)(void))submitter_write_args, METH_FASTCALL, NULL},
+    {"is_simple", (PyCFunction)(void (*)(void))submitter_is_simple, METH_FASTCALL, NULL},
     {"play", (PyCFunction)(void (*)(void))submitter_play, METH_FASTCALL, NULL},
     {"launch", (PyCFunction)(void (*)(void))submitter_launch, METH_FASTCALL, NULL},
     {"copy", (PyCFunction)(void (*)(void))submitter_copy, METH_FASTCALL, NULL},

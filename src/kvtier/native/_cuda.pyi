@@ -1,7 +1,7 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvtier.transfer.cuda.commands import Note, Plain, Script
+from kvtier.transfer.cuda.commands import KernelArgs, Script, SimpleBounds
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Ints, Pages, Rows
 
@@ -12,7 +12,7 @@ class Submitter:
         cls, functions: bytes, fail: Callable[[int, str], NoReturn], to_pool: int, address: int, seam: int,
         small_range: int, first_ranges: int, batch_ranges: int, /,
     ) -> Submitter: ...  # fmt: skip
-    def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool: ...
+    def is_simple(self, bounds: SimpleBounds, blocks: Ints, slots: Ints, engine: int, /) -> bool: ...
     def play(
         self,
         script: Script,
@@ -25,9 +25,19 @@ class Submitter:
         wait: int,
         /,
     ) -> None: ...
-    def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None: ...
+    def write_args(
+        self, args: KernelArgs, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /
+    ) -> None: ...
     def launch(
-        self, kernel: Launch, note: Note, num_blocks: int, stream: int, start: int, wait: int, done: int, /
+        self,
+        kernel: Launch,
+        args: KernelArgs,
+        num_blocks: int,
+        stream: int,
+        start: int,
+        wait: int,
+        done: int,
+        /,
     ) -> None: ...
     def copy(
         self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,

@@ -8,17 +8,16 @@ from __future__ import annotations
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from kvtier.offload.base import (
     ChunkLookup,
-    MissReason,
-    OffloadingEvent,
     OffloadingManager,
     OffloadingSpec,
+    OffloadingSpecFactory,
     PrepareStoreOutput,
     ReqContext,
 )
 from kvtier.offload.cpu import CPUOffloadingSpec
-from kvtier.offload.factory import OffloadingSpecFactory
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.transfer.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,

@@ -39,8 +39,6 @@ from kvtier.transfer.compare import RowComparer
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
-__all__ = ["CPUOffloadingSpec"]
-
 logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 2.0
@@ -184,8 +182,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
             memory = CudaMemory(kv_caches, pool, geometry)
             return partial(CudaStoreHandler, memory), partial(CudaLoadHandler, memory)
-        from kvtier.transfer.host import HostLoadHandler, HostStoreHandler
-        from kvtier.transfer.spans import Spans
+        from kvtier.transfer.host import HostLoadHandler, HostStoreHandler, Spans
 
         spans = Spans(kv_caches, pool, geometry)
         return partial(HostStoreHandler, spans), partial(HostLoadHandler, spans)

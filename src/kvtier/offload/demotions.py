@@ -1,9 +1,9 @@
 """Demotions: rows of the pool on their way into tiers below.
 
-A demotion is one more reader of a row. Nothing waits for it: an offer is noted, and submitted when there is
-room. A row that has left the pool by then is not written. Rows that no thread has begun to write are given
-back when their slots are needed (`make_room`). Both cases are counted. A row that must not leave the pool is
-never written to a tier, even if it was offered.
+A demotion is one more reader of a row. Nothing waits for it: an offer is queued, and submitted when there
+is room. A row that has left the pool by then is not written. Rows that no thread has begun to write are
+given back when their slots are needed (`make_room`). Both cases are counted. A row that must not leave the
+pool is never written to a tier, even if it was offered.
 
 The slots that demotions pin are bounded, and so are the rows that they put into a tier's queue: a tier that
 hangs cannot keep more than that pinned. Scheduler thread only; nothing blocks.
@@ -20,10 +20,9 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRows, Outcome, Tier, TierJob, TierResult
+from kvtier.residency import MissReason
+from kvtier.tiers.base import Direction, RowJob, Tier, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
-
-__all__ = ["Demotions", "DescribeChunks"]
 
 DescribeChunks = Callable[[Sequence[OffloadKey]], Callable[[int], bytes]]
 """Takes chunks and returns a function that gives, for a chunk's number among them, its description in the
@@ -40,31 +39,18 @@ _ROWS = 1024
 
 
 @dataclass(slots=True, eq=False)
-class _DemotionJob:
-    """A job of one tier: the rows that it is to write, and the slots that are still pinned for it."""
-
-    job_id: int
-    queue: _TierQueue
-    slots: dict[OffloadKey, int]
-    spec: CPULoadStoreSpec
-    """The slots of all rows of the job."""
-    was_suspended: bool = False
-    """The tier was suspended while a call had rows of this job: it is not known whether they were written.
-    """
-
-
-@dataclass(slots=True, eq=False)
 class _TierQueue:
-    """The queue of one tier: rows offered and not submitted yet, and the number of rows submitted."""
+    """The rows offered to one tier and not submitted yet, and the number of rows submitted."""
 
     tier: Tier
     offers: OrderedDict[OffloadKey, None] = field(default_factory=OrderedDict)
     """The oldest offer first. A plain dict is slow to find its first key once many before it are deleted."""
     num_submitted: int = 0
+    """The rows that are pinned for the tier's jobs."""
 
 
 class Demotions:
-    """The demotions of rows to tiers.
+    """Owns the demotions of rows to tiers.
 
     Their job ids are negative, because promotions use the positive ones.
     """
@@ -72,20 +58,18 @@ class Demotions:
     def __init__(
         self,
         pool: CPUOffloadingManager,
-        piece_of: Callable[[int], memoryview],
         row_bytes: int,
         tiers: Sequence[Tier],
         seconds: float,
         clock: Callable[[], float],
     ) -> None:
         """Set up an empty queue for each tier. A tier may take `seconds` for a job."""
-        self._pool, self._piece_of = pool, piece_of
-        self._seconds, self._clock = seconds, clock
+        self._pool, self._seconds, self._clock = pool, seconds, clock
         self.max_rows = max(1, pool.num_slots // _SHARE)
         share = self.max_rows // max(1, len(tiers))
         self._most_submitted = max(1, min(share, _BYTES // row_bytes, _ROWS))
         self._queues = {tier.name: _TierQueue(tier) for tier in tiers}
-        self._jobs: dict[int, _DemotionJob] = {}
+        self._jobs: dict[RowJob, _TierQueue] = {}  # the jobs that are not over, oldest first
         self._newest = 0
         self.describe: DescribeChunks = lambda keys: lambda at: b""
         self.unwritten = 0
@@ -94,12 +78,12 @@ class Demotions:
 
     def __len__(self) -> int:
         """Return the number of pinned rows; a row counts once for each tier."""
-        return sum(len(job.slots) for job in self._jobs.values())
+        return sum(len(job.lent) for job in self._jobs)
 
     # -- offering ----------------------------------------------------------------------------------
 
     def offer(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
-        """Note that ready rows may be written to a tier.
+        """Queue ready rows to be written to a tier.
 
         If there are more offers than the pool has slots, the oldest are looked at, and those whose rows have
         left the pool are dropped. So there are at most twice as many offers as slots.
@@ -139,59 +123,59 @@ class Demotions:
             return
         spec = self._pool.prepare_load(ready, NO_REQUEST)
         self._newest -= 1
-        slots = spec.block_ids.tolist()
-        job = _DemotionJob(self._newest, queue, dict(zip(ready, slots, strict=True)), spec)
-        rows = LentRows(ready, slots, self._piece_of, self.describe(ready))
-        self._jobs[job.job_id] = job
-        queue.num_submitted += len(ready)
-        taken = queue.tier.demote(TierJob(job.job_id, rows, self._clock() + self._seconds))
-        if len(taken) < len(ready):
-            distinct = set(taken)
-            self._unpin(job, [key for key in ready if key not in distinct])
+        job = RowJob(
+            self._newest,
+            Direction.DEMOTE,
+            ready,
+            spec.block_ids,
+            self._clock() + self._seconds,
+            self.describe(ready),
+        )
+        self._jobs[job] = queue
+        queue.num_submitted += len(job)
+        taken = queue.tier.demote(job)
+        if len(taken) < len(job):
+            self._unpin(job, sorted(job.lent.difference(taken)))
 
     # -- ending ------------------------------------------------------------------------------------
 
     def has_jobs(self) -> bool:
-        """Say whether rows are pinned."""
+        """Return whether rows are pinned."""
         return bool(self._jobs)
-
-    def has_job(self, job_id: int) -> bool:
-        """Say whether a job is a demotion that is not over."""
-        return job_id in self._jobs
 
     def take_result(self, result: TierResult) -> None:
         """Take in a result for some rows of a job.
 
-        Rows that a suspension kept from the tier are offered again.
+        Rows that a suspension kept from the tier are offered again. If the tier was suspended while a call
+        had a row, it is not known whether the row was written; the tier refuses a row that it already has.
         """
         self._progress = self._clock()
-        job = self._jobs[result.job_id]
-        job.was_suspended |= result.outcome is Outcome.SUSPENDED
+        job = result.job
         if not result.in_use:
-            self._unpin(job, list(result.keys))
-            if job.was_suspended:  # the tier refuses a row that it already has
-                self.offer(job.queue.tier, result.keys)
+            queue = self._jobs[job]
+            self._unpin(job, result.positions)
+            if MissReason.SUSPENDED in (result.outcome, job.given_up):
+                self.offer(queue.tier, result.keys)
 
     def make_room(self, count: int) -> None:
         """Unpin up to `count` slots whose rows no thread has begun to write, the newest first."""
-        for job in reversed(list(self._jobs.values())):
+        for job, queue in reversed(list(self._jobs.items())):
             if count <= 0:
                 return
-            withdrawn = job.queue.tier.withdraw(job.job_id, list(job.slots)[-count:])
+            withdrawn = queue.tier.withdraw(job, sorted(job.lent)[-count:])
             self.unwritten += len(withdrawn)
             count -= len(withdrawn)
             self._unpin(job, withdrawn)
 
-    def _unpin(self, job: _DemotionJob, keys: list[OffloadKey]) -> None:
+    def _unpin(self, job: RowJob, positions: list[int]) -> None:
         """Unpin rows that a tier is done with."""
-        if len(keys) == len(job.spec.block_ids):  # all of them, perhaps in another order
-            self._pool.complete_load(list(job.slots), job.spec)
-            job.slots.clear()
-        elif keys:
-            self._pool.complete_load(keys, CPULoadStoreSpec([job.slots.pop(key) for key in keys]))
-        job.queue.num_submitted -= len(keys)
-        if not job.slots:
-            self._jobs.pop(job.job_id, None)
+        if positions:
+            self._pool.complete_load(job.keys_at(positions), CPULoadStoreSpec(job.slots_at(positions)))
+        job.lent.difference_update(positions)
+        queue = self._jobs[job]
+        queue.num_submitted -= len(positions)
+        if not job.lent:
+            del self._jobs[job]
 
     def reset(self) -> None:
         """Forget all offers. Rows that are being written are unpinned when their results come."""
@@ -199,14 +183,14 @@ class Demotions:
             queue.offers.clear()
 
     def has_offers(self) -> bool:
-        """Say whether offers wait, and a row was offered or written within the last second."""
+        """Return whether offers wait, and a row was offered or written within the last second."""
         waiting = any(queue.offers for queue in self._queues.values())
         return waiting and self._clock() - self._progress < 1.0
 
     def check(self) -> None:
         """Raise `IntegrityError` if the records do not agree."""
         for queue in self._queues.values():
-            submitted = sum(len(job.slots) for job in self._jobs.values() if job.queue is queue)
+            submitted = sum(len(job.lent) for job, theirs in self._jobs.items() if theirs is queue)
             if submitted != queue.num_submitted or submitted > self._most_submitted:
-                found = f"{queue.num_submitted} noted of at most {self._most_submitted}"
+                found = f"{queue.num_submitted} counted of at most {self._most_submitted}"
                 raise IntegrityError(f"demotions to {queue.tier.name}: {submitted} rows are pinned, {found}")

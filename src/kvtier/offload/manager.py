@@ -1,55 +1,35 @@
-"""The manager of the pool: which chunk is in which slot, which jobs use it, and which chunk leaves.
+"""`CPUOffloadingManager`: the manager of the pool.
 
-A held chunk (ready or writing) is in the index and ranked by the policy. If a chunk is made absent (by
-`reset_cache` or `discard`) while a job uses its slot, the slot is *doomed*: it cannot be read, stored into
-or evicted, and it becomes free when the job completes. The doomed slot belongs to the job, not to the key.
-The key may be stored in another slot meanwhile; `complete_load` and `complete_store` tell the two slots
-apart by the job's spec. The state of a chunk is kept by slot, in arrays that `SlotBook` keeps up to date. So
-a call costs little besides its keys, whether these are the thousand of a prompt or the one of a decoded
-block.
+A `SlotTable` has the slots. The manager adds what only the pool needs: it refuses chunks that were offered
+too rarely, remembers why chunks are absent, announces changes, and keeps chunks in the pool that must not
+leave it.
 
 Events: `prepare_store` announces the chunks it evicted, `complete_store` the chunks that became ready,
 `discard` the chunks that were ready and are now absent. The chunks that `reset_cache` made absent are
-announced in slices, one at once and one for each `take_events`, but each before its key or its place is
+announced in slices, one at once and one for each `take_events`, but each before its key or its slot is
 announced again. Scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
-from kvtier.errors import InputError, IntegrityError
+from kvtier.errors import InputError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import (
-    NO_REQUEST,
-    MissReason,
-    OffloadingEvent,
-    OffloadingManager,
-    PrepareStoreOutput,
-    ReqContext,
-)
-from kvtier.offload.miss_history import MissHistory
+from kvtier.offload.base import NO_REQUEST, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.policies import CachePolicy, Slots, make_policy
-from kvtier.policies.slots import (
-    ABSENT,
-    WRITING,
-    ClearedChunks,
-    Mask,
-    SlotBook,
-    broken_rule,
-    held_slots,
-)
+from kvtier.policies.slots import ABSENT, WRITING, ClearedChunks
+from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
+from kvtier.slot_table import NO_SLOTS, NO_USER, SlotTable
 from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
-
-__all__ = ["CPUOffloadingManager", "ManagerStats"]
 
 _MEDIUM = CPULoadStoreSpec.medium()
 _EVICTED = MissReason.EVICTED  # an enum lookup takes as long as the lookup of a key
-_NO_USER = -1  # no string has this hash
 _SLICE = 2048  # chunks of a reset announced at once: a millisecond or two for those who translate them
 
 
@@ -68,14 +48,15 @@ class ManagerStats:
     """The total of chunks that became ready."""
     evicted: int
     refused: int
-    """Chunks that were offered and not taken: below the threshold, or no place."""
+    """Chunks that were offered and not taken: offered too rarely, or there was no slot."""
 
 
 class CPUOffloadingManager(OffloadingManager):
     """The manager of up to `num_slots` chunks in the pool; `policy` decides which chunk leaves.
 
     With a `store_threshold` of 2 or more, a chunk is taken only when it is offered that many times.
-    `max_tracked` bounds the notes on absent chunks: how often they were offered, and why they are absent.
+    `max_tracked` bounds what is remembered of absent chunks: how often they were offered, and why they are
+    absent.
     """
 
     def __init__(
@@ -91,44 +72,43 @@ class CPUOffloadingManager(OffloadingManager):
                 f"expected num_slots >= 0 and max_tracked >= 0, got {num_slots} and {max_tracked}"
             )
         self.num_slots = num_slots
-        self.policy = make_policy(policy, num_slots) if isinstance(policy, str) else policy
-        if self.policy.capacity != num_slots:
-            raise InputError(
-                f"policy: expected one for {num_slots} slots, got one for {self.policy.capacity}"
-            )
+        policy = make_policy(policy, num_slots) if isinstance(policy, str) else policy
+        self._table = SlotTable(num_slots, policy)
         self._stays = np.zeros(num_slots, dtype=np.bool_)  # the chunk last put there must not leave the pool
         self._some_stay = False  # whether any chunk ever had to stay
-        self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
-        self._open_book(np.zeros(num_slots, dtype=np.int64))
         self._cleared = ClearedChunks()
         self._store_threshold = store_threshold
         self._miss_history = MissHistory(max_tracked)
         self._events: list[OffloadingEvent] = []
         self._stored = self._evicted = self._refused = 0
 
+    @property
+    def policy(self) -> CachePolicy:
+        """The policy that chooses the chunks to evict."""
+        return self._table.policy
+
     # -- lookup ------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        slot = self._book.get(key)
+        slot = self._table.get(key)
         if slot is None:
             return False
-        return None if self._readers[slot] == WRITING else True
+        return None if self._table.readers[slot] == WRITING else True
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        slots = self._book.find(_as_list(keys))
+        slots = self._table.find(_as_list(keys))
         held = slots != ABSENT
         answers: list[bool | None] = held.tolist()
-        places = np.flatnonzero(held)
-        for place in places[self._readers[slots[places]] == WRITING].tolist():
-            answers[place] = None
+        for position in np.flatnonzero(held & ~self._table.are_ready(slots)).tolist():
+            answers[position] = None
         return answers
 
     def lookup_prefix(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, *, wait: bool = True
     ) -> int | None:
         keys = _as_list(keys)
-        ready = self._book.leading(keys)
-        return None if wait and ready < len(keys) and self._book.get(keys[ready]) is not None else ready
+        ready = self._table.leading(keys)
+        return None if wait and ready < len(keys) and self._table.get(keys[ready]) is not None else ready
 
     def explain(self, key: OffloadKey) -> MissReason | None:
         found = self.lookup(key, NO_REQUEST)
@@ -140,57 +120,73 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = _as_list(keys)
-        slots = self._book.find(keys)
-        if (pinned := self._book.pin(slots)) < len(keys):
+        slots = self._table.find(keys)
+        if (pinned := self._table.try_pin(slots)) < len(keys):
             raise self._misuse("prepare_load", "ready", keys[pinned])
         return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
         keys = _as_list(keys)
-        slots = self._slots_of_job(keys, spec, self._readers > 0) if self._doomed else self._book.find(keys)
-        if (unpinned := self._book.unpin(slots)) < len(keys):
+        slots = _slots_of(spec)
+        if slots is None:
+            slots = self._table.used_slots(keys, writing=False)
+        if (unpinned := self._table.try_unpin(slots)) < len(keys):
             raise self._misuse("complete_load", "being read", keys[unpinned])
-        if self._doomed:
-            self._free_doomed(slots, 0)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        slots = self._book.held(_as_list(keys))
+        slots = self._table.held(_as_list(keys))
         if len(slots):
-            user = hash(req_context.req_id) if req_context.req_id else _NO_USER
-            self.policy.touch(slots, self._stored_by[slots] != user)
+            self._table.touch(slots, hash(req_context.req_id) if req_context.req_id else NO_USER)
 
     # -- store -------------------------------------------------------------------------------------
 
     def prepare_store(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, *, ignore_threshold: bool = False
     ) -> PrepareStoreOutput | None:
-        """Take the chunks of an offer that can be stored; `ignore_threshold`: also if offered too rarely."""
-        offered = _as_list(keys)
-        wanted = self._book.missing(offered) if ignore_threshold else self._choose(offered)
+        """Take the chunks of an offer that can be stored.
+
+        With `ignore_threshold`, chunks are taken however rarely they were offered.
+        """
+        table, offered = self._table, _as_list(keys)
+        wanted = table.missing(offered)
+        if self._store_threshold > 1 and not ignore_threshold:
+            wanted = self._often_enough(wanted)
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
-        needed = len(wanted) - self._book.num_free()
-        evicted = []
-        if needed > 0:
-            evicted = self._make_room(
-                needed, self._book.held(offered) if len(offered) > len(wanted) else None
-            )
+        needed = len(wanted) - table.num_free()
+        evicted = self._make_room(needed, offered, wanted) if needed > 0 else []
         if len(evicted) < needed:
             self._refuse(wanted[len(evicted) - needed :])
             del wanted[len(evicted) - needed :]
             if not wanted:
                 return None
-        slots = self._book.reserve(hash(req_context.req_id), wanted)
-        try:
-            self.policy.insert(slots, wanted)
-        except BaseException:  # a policy may be foreign code
-            self._book.complete(wanted)
-            self._book.release(slots)
-            raise
+        slots = table.take(wanted, hash(req_context.req_id))
         if self._some_stay or req_context.stays_in_pool:
             self._some_stay = True
             self._stays[slots] = req_context.stays_in_pool
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
+
+    def _make_room(
+        self, count: int, offered: list[OffloadKey], wanted: list[OffloadKey]
+    ) -> list[OffloadKey]:
+        """Evict up to `count` chunks, none of them of the offer, and return their keys."""
+        spared = self._table.held(offered) if len(offered) > len(wanted) else NO_SLOTS
+        _, evicted = self._table.make_room(count, spared)
+        if evicted:
+            self._evicted += len(evicted)
+            self._miss_history.add(evicted, _EVICTED)
+            self._events.append(OffloadingEvent(evicted.copy(), _MEDIUM, True))
+        return evicted
+
+    def _often_enough(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Count an offer of each key, and return the keys that have been offered often enough."""
+        counts = self._miss_history.count_offers(keys)
+        self._refuse([key for key in keys if counts[key] < self._store_threshold])
+        return [key for key in keys if counts[key] >= self._store_threshold]
+
+    def _refuse(self, keys: list[OffloadKey]) -> None:
+        self._refused += len(keys)
+        self._miss_history.add(keys, MissReason.REFUSED)
 
     def reserve(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         return self.prepare_store(keys, req_context, ignore_threshold=True)
@@ -199,64 +195,55 @@ class CPUOffloadingManager(OffloadingManager):
         self, keys: Iterable[OffloadKey], success: bool = True, spec: LoadStoreSpec | None = None
     ) -> None:
         keys = _as_list(keys)
-        if self._doomed:
-            slots = self._slots_of_job(keys, spec, self._readers == WRITING)
-            keys = [key for key, slot in zip(keys, slots.tolist(), strict=True) if slot not in self._doomed]
-            self._free_doomed(slots, WRITING)
-        written = self._book.complete(keys)
-        if success:
+        written = self._table.complete(keys) if success else None
+        if written is None:
+            slots = _slots_of(spec)
+            if slots is None:
+                slots = self._table.used_slots(keys, writing=True)
+                slots = slots[slots != ABSENT]
+            if not success:
+                self._miss_history.add(self._table.unwritten(slots), MissReason.IO_FAILED)
+                return
+            written = self._table.written(slots)
+        if written:
             self._stored += len(written)
             if self._cleared:
-                self._announce_cleared(self._cleared.take_before(written, self._book.find(written)))
-            self._announce(written, removed=False)
-        else:
-            slots = self._book.find(written)
-            self.policy.remove(slots)
-            self._book.release(slots)
-            self._miss_history.note(written, MissReason.IO_FAILED)
+                self._announce_cleared(self._cleared.take_before(written, self._table.find(written)))
+            self._events.append(OffloadingEvent(written, _MEDIUM, False))
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
-        self._drop(self._book.held(_as_list(keys)), reason)
+        self._drop(self._table.held(_as_list(keys)), reason)
 
     def abandon_store(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
         """Make chunks absent whose store has failed, while a call may still write their slots.
 
         The slots become free with `complete_store`. A key that has another slot by now is left alone. The
-        reasons noted for the absent keys do not change.
+        reasons remembered for the absent keys do not change.
         """
         slots = spec.block_ids
-        self._drop(slots[self._book.find(keys) == slots], None)
+        self._drop(slots[self._table.find(keys) == slots], None)
+
+    def _drop(self, slots: Slots, reason: MissReason | None) -> None:
+        """Make held chunks absent, and remember the reason."""
+        ready, unwritten = self._table.drop(slots)
+        if reason is not None:
+            self._miss_history.add([*ready, *unwritten], reason)
+        if ready:
+            self._events.append(OffloadingEvent(ready, _MEDIUM, True))
 
     def reset_cache(self) -> None:
         """Make all chunks absent at once. Some of them are announced now, the others by `take_events`."""
-        book, readers, held = self._book, self._readers, self._held_slots()
-        busy = held[readers[held] != 0]
-        self._doomed.update(zip(busy.tolist(), book.keys(busy), strict=True))
-        used = _array(list(self._doomed))
-        left = np.zeros(self.num_slots, dtype=np.int64)
-        left[used] = readers[used]
-        self._open_book(left, used)
-        self._cleared.add(book, held[readers[held] != WRITING])
-        self._miss_history.note(book.keys(held[readers[held] == WRITING]), MissReason.CLEARED)
-        self.policy.clear()
+        book, ready, unwritten = self._table.clear()
+        self._cleared.add(book, ready)
+        self._miss_history.add(unwritten, MissReason.CLEARED)
         self._miss_history.forget_offers()
         self._announce_cleared(self._cleared.take(_SLICE))
-
-    def _open_book(self, readers: Slots, used: Slots | None = None) -> None:
-        """Begin with no chunks. `used` are the slots that jobs still use."""
-        self._readers = readers  # WRITING while being written
-        self._evictable = np.zeros(self.num_slots, dtype=np.bool_)  # ready and unread
-        self._stored_by = np.zeros(self.num_slots, dtype=np.int64)  # hash of the request's id
-        used = _array([]) if used is None else used
-        self._book = SlotBook(self._readers, self._evictable, self._stored_by, used)
 
     # -- for tiers below ---------------------------------------------------------------------------
 
     def shortfall(self, keys: list[OffloadKey]) -> int:
         """Count the slots that are lacking to store these keys, beyond the free and evictable slots."""
-        spared = self._book.held(keys)
-        evictable = np.count_nonzero(self._evictable) - np.count_nonzero(self._evictable[spared])
-        return max(0, len(self._book.missing(keys)) - self._book.num_free() - int(evictable))
+        return self._table.shortfall(keys)
 
     def demotable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks that are ready and may leave the pool.
@@ -264,27 +251,25 @@ class CPUOffloadingManager(OffloadingManager):
         The flag of chunks that must stay is kept by slot, from one `prepare_store` to the next. It is not
         kept by key, because a key may be given up and stored in another slot before its former job reports.
         """
-        if not self._some_stay and self._book.leading(keys) == len(keys):
+        if not self._some_stay and self._table.leading(keys) == len(keys):
             return keys
-        slots = self._book.find(keys)
-        may_leave = slots != ABSENT
-        held = slots[may_leave]
-        may_leave[may_leave] = (self._readers[held] != WRITING) & ~self._stays[held]
+        slots = self._table.find(keys)
+        may_leave = self._table.are_ready(slots)
+        may_leave[may_leave] = ~self._stays[slots[may_leave]]
         return list(compress(keys, may_leave.tolist()))
 
     def coldest(self, count: int) -> list[OffloadKey]:
         """Return up to `count` chunks that would be evicted next, in the order of eviction."""
-        return self._book.keys(self.policy.coldest(count, self._evictable))
+        return self._table.coldest(count)
 
     def hottest(self) -> list[OffloadKey]:
         """Return all ready chunks without readers, in the reverse order of eviction."""
-        ranked = self.policy.ranked()[::-1]
-        return self._book.keys(ranked[self._evictable[ranked]])
+        return self._table.hottest()
 
     @property
     def num_free(self) -> int:
         """The number of free slots."""
-        return self._book.num_free()
+        return self._table.num_free()
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -295,117 +280,31 @@ class CPUOffloadingManager(OffloadingManager):
         return events
 
     def has_pending_work(self) -> bool:
-        """Say whether chunks that a reset has made absent are not announced yet."""
+        """Return whether chunks that a reset has made absent are not announced yet."""
         return bool(self._cleared)
 
     def _announce_cleared(self, keys: list[OffloadKey]) -> None:
-        self._miss_history.note(keys, MissReason.CLEARED)
-        self._announce(keys, removed=True)
+        if keys:
+            self._miss_history.add(keys, MissReason.CLEARED)
+            self._events.append(OffloadingEvent(keys, _MEDIUM, True))
 
     def stats(self) -> ManagerStats:
         """Return the slots by state, and the totals so far."""
-        readers = self._readers[self._held_slots()]
+        free, ready, reading, writing, doomed = self._table.counts()
         return ManagerStats(
             slots=self.num_slots,
-            free=self._book.num_free(),
-            ready=int((readers >= 0).sum()),
-            reading=int((readers > 0).sum()),
-            writing=int((readers < 0).sum()),
-            doomed=len(self._doomed),
+            free=free,
+            ready=ready,
+            reading=reading,
+            writing=writing,
+            doomed=doomed,
             stored=self._stored,
             evicted=self._evicted,
             refused=self._refused,
         )
 
     def check(self) -> None:
-        rule = broken_rule(self._book, self.policy, self._doomed, self._readers, self._evictable)
-        if rule is not None:
-            raise IntegrityError(f"CPU manager: expected that {rule}; {self.stats()}")
-
-    # -- inside ------------------------------------------------------------------------------------
-
-    def _held_slots(self) -> Slots:
-        return held_slots(self._book, self.num_slots, self._doomed)
-
-    def _choose(self, offered: list[OffloadKey]) -> list[OffloadKey]:
-        """Return the absent keys of an offer, each once, that have been offered often enough."""
-        keys = self._book.missing(offered)
-        if self._store_threshold < 2:
-            return keys
-        counts = self._miss_history.count_offers(keys)
-        self._refuse([key for key in keys if counts[key] < self._store_threshold])
-        return [key for key in keys if counts[key] >= self._store_threshold]
-
-    def _refuse(self, keys: list[OffloadKey]) -> None:
-        self._refused += len(keys)
-        self._miss_history.note(keys, MissReason.REFUSED)
-
-    def _make_room(self, count: int, spared: Slots | None) -> list[OffloadKey]:
-        """Evict up to `count` chunks, none of them in a `spared` slot, and return their keys."""
-        keys = (
-            self._evict(count)
-            if spared is None
-            else self._evict_others(count, spared[self._evictable[spared]])
-        )
-        self._evicted += len(keys)
-        self._miss_history.note(keys, _EVICTED)
-        self._announce(keys.copy(), removed=True)
-        return keys
-
-    def _evict(self, count: int) -> list[OffloadKey]:
-        """Have the policy choose victims, check its choice, and evict them."""
-        victims = self.policy.evict(count, self._evictable, self._book.keys)
-        keys = self._book.release(victims) if len(victims) <= count else None
-        if keys is None:
-            raise InputError(
-                f"policy {self._policy_name()}: expected evict to return at most {count} different "
-                f"evictable slots, got {victims.tolist()}"
-            )
-        return keys
-
-    def _evict_others(self, count: int, spared: Slots) -> list[OffloadKey]:
-        """Evict with the spared slots hidden from the policy."""
-        self._evictable[spared] = False
-        try:
-            return self._evict(count)
-        finally:
-            self._evictable[spared] = True
-
-    def _drop(self, slots: Slots, reason: MissReason | None) -> None:
-        """Make held chunks absent, and note the reason; slots in use become doomed."""
-        ready, busy = self._readers[slots] != WRITING, self._readers[slots] != 0
-        self.policy.remove(slots)
-        keys = self._book.remove(slots)
-        self._doomed.update(compress(zip(slots.tolist(), keys, strict=True), busy.tolist()))
-        self._book.free(slots[~busy])
-        if reason is not None:
-            self._miss_history.note(keys, reason)
-        self._announce(list(compress(keys, ready.tolist())), removed=True)
-
-    def _slots_of_job(self, keys: list[OffloadKey], spec: LoadStoreSpec | None, used: Mask) -> Slots:
-        """Return the slot that a job has for each key, `ABSENT` where it has none.
-
-        The job's spec gives the slots. Without a spec, a key's slot is its oldest doomed slot that is in
-        `used`, or else the slot that holds it.
-        """
-        if isinstance(spec, CPULoadStoreSpec):
-            return spec.block_ids
-        oldest = {key: slot for slot, key in reversed(self._doomed.items()) if used[slot]}
-        held = self._book.find(keys).tolist()
-        return _array([oldest.get(key, slot) for key, slot in zip(keys, held, strict=True)])
-
-    def _free_doomed(self, slots: Slots, readers: int) -> None:
-        """Free the doomed slots with this count of readers: their last job is over."""
-        over = [
-            s for s in dict.fromkeys(slots.tolist()) if s in self._doomed and self._readers[s] == readers
-        ]
-        for slot in over:
-            del self._doomed[slot]
-        self._book.free(_array(over))
-
-    def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
-        if keys:
-            self._events.append(OffloadingEvent(keys, _MEDIUM, removed))
+        self._table.check()
 
     def _misuse(self, call: str, state: str, key: OffloadKey) -> InputError:
         """Return the error for a chunk that is not in the state that a call needs."""
@@ -413,13 +312,57 @@ class CPUOffloadingManager(OffloadingManager):
         found = "ready" if reason is None else reason.value
         return InputError(f"{call}: expected chunks that are {state}, got {key.hex()}, which is {found}")
 
-    def _policy_name(self) -> str:
-        return type(self.policy).__qualname__
+
+class MissHistory:
+    """Remembers of chunks that a manager does not hold how often they were offered, and why they are absent.
+
+    Of each kind, the newest `limit` keys are remembered, or up to an eighth more.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._offers: BoundedKeyMap[int] = BoundedKeyMap(limit)
+        self._reasons: BoundedKeyMap[MissReason] = BoundedKeyMap(limit)
+        # Filed on the first question: chunks leave by the thousand and few are asked about.
+        self._unfiled: deque[tuple[tuple[OffloadKey, ...], MissReason]] = deque()
+        self._num_unfiled = 0
+
+    def count_offers(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
+        """Count one more offer of each key and return their counts."""
+        counts = {key: (self._offers.get(key) or 0) + 1 for key in keys}
+        self._offers.update(counts)
+        return counts
+
+    def forget_offers(self) -> None:
+        """Start counting anew."""
+        self._offers.clear()
+
+    def add(self, keys: list[OffloadKey], reason: MissReason) -> None:
+        """Remember why these keys are absent from now on."""
+        if not keys:
+            return
+        self._unfiled.append((tuple(keys), reason))
+        self._num_unfiled += len(keys)
+        while self._unfiled and self._num_unfiled - len(self._unfiled[0][0]) >= self._limit:
+            self._num_unfiled -= len(self._unfiled.popleft()[0])
+
+    def reason(self, key: OffloadKey) -> MissReason:
+        """Return why an absent key is absent, as far as is remembered.
+
+        The last reason is returned; the age of the first one decides when the key is forgotten.
+        """
+        for keys, reason in self._unfiled:
+            self._reasons.update(dict.fromkeys(keys, reason), renew=False)
+        self._unfiled.clear()
+        self._num_unfiled = 0
+        return self._reasons.get(key) or MissReason.NEVER_STORED
 
 
 def _as_list(keys: Iterable[OffloadKey]) -> list[OffloadKey]:
     return keys if isinstance(keys, list) else list(keys)
 
 
-def _array(slots: list[int]) -> Slots:
-    return np.array(slots, dtype=np.int64)
+def _slots_of(spec: LoadStoreSpec | None) -> Slots | None:
+    """Return the slots that a job was given."""
+    # `isinstance` with an abstract base class takes as long as the lookup of some keys.
+    return spec.block_ids if spec is not None and isinstance(spec, CPULoadStoreSpec) else None

@@ -1,14 +1,11 @@
-"""Promotions: rows on their way from tiers into the pool, and the requests that wait for them.
+"""`Promotions`: rows on their way from tiers into the pool, and rows that have come for requests.
 
-    wish --submit--> under way --results--> over
+    start --> on their way --results--> pinned --> ordinary ready rows
 
-A wish takes no slot; submitting it takes slots and starts I/O.
-
-Asking is cheap and changes nothing: `is_waiting` answers in O(1). A row is promoted once, however many
-requests wait for it. It stays pinned for each of them until that request's load, its end, or its deadline,
-and is then an ordinary ready row. A request waits no longer than its deadline; a row that has not arrived by
-then is a miss. When no request waits for a row any more, it is withdrawn if its I/O has not begun, and else
-kept when it arrives. Slots that a late call may still write stay out of use until the call has returned.
+How long a request waits for its rows is decided by `offload.waits`. A row is promoted once, however many
+requests want it. It stays pinned for each of them until that request releases it, and is then an ordinary
+ready row. When no request wants a row any more, it is withdrawn if its I/O has not begun, and else kept
+when it arrives. Slots that a late call may still write stay out of use until the call has returned.
 
 The slots that promotions take of the pool are bounded: rows on their way, rows pinned, and slots that calls
 have not given back. Scheduler thread only; nothing blocks.
@@ -19,28 +16,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
+
+import numpy as np
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST, MissReason, PrepareStoreOutput, ReqContext
+from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReadLease, ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRows, Outcome, Tier, TierJob, TierResult
+from kvtier.policies import Slots
+from kvtier.residency import MissReason
+from kvtier.tiers.base import Direction, RowJob, Tier, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
-
-__all__ = ["PromotionTime", "Promotions", "TierCost", "Wish"]
 
 _SHARE = 2
 """Promotions may take one slot in this many; the other slots are for computed chunks."""
-
-_REASONS = {
-    Outcome.ABSENT: MissReason.EVICTED,
-    Outcome.FAILED_CHECK: MissReason.FAILED,
-    Outcome.FAILED: MissReason.IO_FAILED,
-    Outcome.LATE: MissReason.TOO_SLOW,
-    Outcome.SUSPENDED: MissReason.SUSPENDED,
-    Outcome.RESET: MissReason.CLEARED,
-}
 
 
 class TierCost(NamedTuple):
@@ -52,8 +43,8 @@ class TierCost(NamedTuple):
     """The bytes of promotions that the tier has to do first."""
 
 
-class PromotionTime(NamedTuple):
-    """The time of a promotion. `lost`: it was given up after `seconds`, and would have taken longer."""
+class TierTime(NamedTuple):
+    """The time of a promotion or a lookup. If `lost`, it was given up, and would have taken longer."""
 
     tier: str
     num_bytes: int
@@ -61,76 +52,67 @@ class PromotionTime(NamedTuple):
     lost: bool
 
 
-class Wish(NamedTuple):
-    """The chunks that a request wants in the pool.
+class RemoteLookup(NamedTuple):
+    """Chunks of a prefix, from its head on, that a tier may have; and the cost of promoting all of them."""
 
-    `needed` are all chunks of its load, the most useful first. The request waits for `patience` seconds at
-    most, and a tier may take `io_seconds` for its part. `whole`: the request needs all chunks or none.
-    """
+    tier: Tier
+    keys: list[OffloadKey]
+    cost: TierCost
 
-    needed: list[OffloadKey]
-    patience: float
-    io_seconds: float
-    whole: bool = False
+    def is_answered(self) -> bool:
+        """Return whether the tier knows of each chunk whether it has it.
+
+        While the first key has no answer, the other keys are not looked at.
+        """
+        return self.tier.lookup(self.keys[0]) is not None and None not in self.tier.lookup_many(self.keys)
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
-    """A request that waits for rows, or whose rows are pinned."""
+class PromotionRequest:
+    """The rows that a request wants in the pool, and what has become of them.
+
+    `needed` are all chunks of its load, the most useful first. A tier may take `io_seconds` for its part. If
+    `whole`, the request needs all chunks or none.
+    """
 
     context: ReqContext
-    wish: Wish
-    deadline: float
-    is_submitted: bool = False
-    is_expired: bool = False
+    needed: list[OffloadKey]
+    io_seconds: float
+    whole: bool = False
     missing: dict[OffloadKey, None] = field(default_factory=dict)
     """The rows on their way that the request waits for, the most useful first."""
-    pins: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = field(default_factory=list)
+    pins: list[ReadLease] = field(default_factory=list)
+    """The rows that have come."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each row has come from."""
     reasons: dict[OffloadKey, tuple[str, MissReason]] = field(default_factory=dict)
-    """The rows that will not come, and why."""
+    """The rows that will not come: the tier, and why."""
 
-    def stop_waiting_for(self, keys: Iterable[OffloadKey]) -> None:
-        """Stop waiting for some rows."""
-        for key in keys:
-            self.missing.pop(key, None)
+    def miss(self, keys: Iterable[OffloadKey], reason: MissReason, tier: str = "cpu") -> None:
+        """Record rows that will not come. The first reason of a row counts."""
+        self.reasons = dict.fromkeys(keys, (tier, reason)) | self.reasons
 
     def useless(self) -> list[OffloadKey]:
         """Return the awaited rows that are useless because an earlier row will not come."""
-        needed = self.wish.needed
-        if self.wish.whole:
+        if self.whole:
             return list(self.missing)
-        end = next((at for at, key in enumerate(needed) if key in self.reasons), len(needed))
-        return [key for key in needed[end:] if key in self.missing]
+        end = next((at for at, key in enumerate(self.needed) if key in self.reasons), len(self.needed))
+        return [key for key in self.needed[end:] if key in self.missing]
 
 
-@dataclass(slots=True, eq=False)
-class _PromotionJob:
-    """A job of one tier: the rows that it is to promote."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PromotionJob(RowJob):
+    """A job of one tier, the requests that want its rows, and its measurements."""
 
-    job_id: int
     tier: Tier
-    slots: dict[OffloadKey, int]
-    """The slots of the rows whose memory is lent to the tier."""
     started: float
     ahead_bytes: int
-    num_bytes: int
+    wanted_by: dict[PromotionRequest, None] = field(default_factory=dict)
+    """The requests that have waited for rows of the job, in the order in which they began to."""
     seconds: float = 0.0
-    arrived_bytes: int = 0
+    num_arrived: int = 0
     is_late: bool = False
     """Not all rows came in time, or none: the time of the whole job is not known."""
-
-    def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
-        """Return the slots of some of the job's rows."""
-        return CPULoadStoreSpec([self.slots[key] for key in keys])
-
-
-class _Arrival(NamedTuple):
-    """A row on its way: the job that brings it, and the requests that wait for it."""
-
-    job: _PromotionJob
-    waiters: set[_Waiter]
 
 
 Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
@@ -138,7 +120,7 @@ Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
 
 
 class Promotions:
-    """The promotions of rows from `tiers` into slots that `reserve` gives.
+    """Promotes rows from `tiers` into slots that `reserve` gives.
 
     A row comes from the first tier that has it.
     """
@@ -146,41 +128,39 @@ class Promotions:
     def __init__(
         self,
         pool: CPUOffloadingManager,
-        piece_of: Callable[[int], memoryview],
         row_bytes: int,
         tiers: Sequence[Tier],
         reserve: Reserve,
         clock: Callable[[], float],
     ) -> None:
-        self._pool, self._piece_of, self._row_bytes = pool, piece_of, row_bytes
+        self._pool, self._row_bytes = pool, row_bytes
         self._tiers, self._reserve, self._clock = tiers, reserve, clock
         self.max_rows = max(1, pool.num_slots // _SHARE)
-        self._wishes: list[_Waiter] = []
-        self._waiters: dict[str, _Waiter] = {}
-        self._arrivals: dict[OffloadKey, _Arrival] = {}
-        self._jobs: dict[int, _PromotionJob] = {}
-        self._pinned: Counter[OffloadKey] = Counter()
+        self._arriving: dict[OffloadKey, _PromotionJob] = {}
+        """The job that brings each row on its way."""
+        self._awaited: dict[OffloadKey, int] = {}
+        """How many requests wait for each row on its way, if any does."""
+        self._jobs: set[_PromotionJob] = set()
+        self._pinned: dict[OffloadKey, int] = {}
+        """How many requests have each row pinned."""
         self._lent = 0  # slots of all jobs
         self._newest = 0
-        self._times: list[PromotionTime] = []
+        self._times: list[TierTime] = []
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def is_arriving(self, key: OffloadKey) -> bool:
-        """Say whether a row is on its way."""
-        return key in self._arrivals
+    def is_promoting(self, key: OffloadKey) -> bool:
+        """Return whether a row is on its way."""
+        return key in self._arriving
 
-    def is_waiting(self, context: ReqContext) -> bool:
-        """Say whether a request should go on waiting for its rows."""
-        waiter = self._waiters.get(context.req_id)
-        if waiter is None or (waiter.is_submitted and not waiter.missing):
-            return False
-        return self._clock() < waiter.deadline
+    def tier_of(self, key: OffloadKey) -> str:
+        """Return the tier that a row on its way comes from."""
+        return self._arriving[key].tier.name
 
-    def load(self) -> tuple[int, int]:
-        """Return how many requests wait for rows, and for how many rows, those that have come included."""
-        waiting = [len(w.wish.needed) for w in self._waiters.values() if w.missing or not w.is_submitted]
-        return len(waiting), sum(waiting)
+    def absent(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that the pool does not have and that are not on their way into it."""
+        found = self._pool.lookup_many(keys, NO_REQUEST)
+        return [key for key, is_ready in zip(keys, found, strict=True) if is_ready is False]
 
     def find(self, keys: Sequence[OffloadKey]) -> list[Tier | None]:
         """Return for each key the first tier that can give it now."""
@@ -197,289 +177,271 @@ class Promotions:
 
         Chunks on their way cost nothing more.
         """
-        absent = [key for key in needed if self._pool.lookup(key, NO_REQUEST) is False]
-        counts = Counter(tier.name for tier in self.find(absent) if tier is not None)
-        counts.update({self._arrivals[key].job.tier.name: 0 for key in needed if key in self._arrivals})
+        holders = self.find(self.absent(needed))
+        busy = {self._arriving[key].tier for key in needed if key in self._arriving}
         return [
-            TierCost(tier.name, counts[tier.name] * self._row_bytes, tier.promotion_bytes)
+            TierCost(tier.name, holders.count(tier) * self._row_bytes, tier.promotion_bytes)
             for tier in self._tiers
-            if tier.name in counts
+            if tier in holders or tier in busy
         ]
 
-    def sources(self, context: ReqContext) -> Mapping[OffloadKey, str]:
-        """Return the tier of each row that was promoted and pinned for a request."""
-        waiter = self._waiters.get(context.req_id)
-        return {} if waiter is None else waiter.sources
+    def unknown(self, keys: Sequence[OffloadKey]) -> list[RemoteLookup]:
+        """Return, for each tier, the chunks that it may have and that no other tier is known to have."""
+        keys = self.absent(keys)
+        answers = [tier.lookup_many(keys) for tier in self._tiers]
+        known = [any(found) for found in zip(*answers, strict=True)]
+        lookups = []
+        for tier, answer in zip(self._tiers, answers, strict=True):
+            found = zip(keys, answer, known, strict=True)
+            left = [key for key, is_held, is_known in found if is_held is None and not is_known]
+            if left:
+                cost = TierCost(tier.name, len(left) * self._row_bytes, tier.promotion_bytes)
+                lookups.append(RemoteLookup(tier, left, cost))
+        return lookups
 
-    def failure(self, key: OffloadKey, context: ReqContext) -> tuple[str, MissReason] | None:
-        """Say which tier did not bring a row for a request, and why.
-
-        A row that is still on its way when the request stops waiting is too slow.
-        """
-        waiter = self._waiters.get(context.req_id)
-        if waiter is None:
-            return None
-        if key in waiter.missing and key in self._arrivals and not self.is_waiting(context):
-            return self._arrivals[key].job.tier.name, MissReason.TOO_SLOW
-        return waiter.reasons.get(key)
-
-    # -- wishing and submitting --------------------------------------------------------------------
-
-    def wish(self, wish: Wish, context: ReqContext) -> bool:
-        """Note that a request wants rows.
-
-        `False`: there is no room for them, and the request need not wait.
-        """
-        absent = [key for key in wish.needed if self._pool.lookup(key, context) is False]
-        room = self._room()
-        self.release(context)
-        waiter = self._waiters[context.req_id] = _Waiter(context, wish, self._clock() + wish.patience)
-        if absent and (room == 0 or (wish.whole and room < len(absent))):
-            waiter.is_submitted = True
-            self._note_missed(waiter, absent, MissReason.NO_ROOM)
+    def has_room(self, request: PromotionRequest) -> bool:
+        """Return whether rows that a request wants can be promoted, at least the leading part of them."""
+        absent, room = self.absent(request.needed), self._room()
+        if absent and (room == 0 or (request.whole and room < len(absent))):
+            request.miss(absent, MissReason.NO_ROOM)
             return False
-        self._wishes.append(waiter)
         return True
-
-    def submit(self) -> None:
-        """Take slots for the wished rows, as far as there is room, and have the tiers fill them."""
-        wishes, self._wishes = self._wishes, []
-        for waiter in wishes:
-            if self._waiters.get(waiter.context.req_id) is waiter:
-                self._submit(waiter)
 
     def _room(self) -> int:
         return max(0, self.max_rows - self._lent - len(self._pinned))
 
-    def _submit(self, waiter: _Waiter) -> None:
-        waiter.is_submitted = True
-        needed = waiter.wish.needed
-        self._pool.touch(needed, waiter.context)  # so that they stay until the others have come
-        absent = [key for key in needed if self._pool.lookup(key, waiter.context) is False]
+    # -- starting ----------------------------------------------------------------------------------
+
+    def start(self, request: PromotionRequest) -> None:
+        """Take slots for rows that a request wants, as far as there is room, and have tiers fill them."""
+        self._pool.touch(request.needed, request.context)  # so that they stay until the others have come
+        absent = self.absent(request.needed)
         holders = {
             key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None
         }
-        wanted = _leading(absent, holders) if not waiter.wish.whole else list(holders)
+        wanted = _leading(absent, holders) if not request.whole else list(holders)
         wanted = wanted[: self._room()]
-        taken = self._take_slots(waiter, wanted, set(absent))
-        if waiter.wish.whole and len(taken) < len(absent):
-            self._put_back(taken)
-            self._note_missed(waiter, absent, MissReason.NO_ROOM)
+        taken, slots = self._take_slots(request, wanted, set(absent))
+        if request.whole and len(taken) < len(absent):
+            self._free(taken, slots)
+            request.miss(absent, MissReason.NO_ROOM)
             return
-        self._note_missed(waiter, [key for key in absent if key not in taken], MissReason.NO_ROOM)
-        self._start_jobs(waiter, taken, holders)
-        joined = [key for key in needed if key in self._arrivals]
-        waiter.missing.update(dict.fromkeys(joined))
-        for key in joined:
-            self._arrivals[key].waiters.add(waiter)
+        if len(taken) < len(absent):
+            request.miss(set(absent).difference(taken), MissReason.NO_ROOM)
+        self._start_jobs(request, taken, slots, holders)
+        self._join(request, [key for key in request.needed if key in self._arriving])
 
     def _take_slots(
-        self, waiter: _Waiter, wanted: list[OffloadKey], absent: set[OffloadKey]
-    ) -> dict[OffloadKey, int]:
-        """Take slots for rows; evict other rows, but none that the request needs."""
+        self, request: PromotionRequest, wanted: list[OffloadKey], absent: set[OffloadKey]
+    ) -> tuple[list[OffloadKey], Slots]:
+        """Take slots for rows, as many as there are; evict other rows, but none that the request needs."""
         chosen = set(wanted)
-        offer = [key for key in waiter.wish.needed if key in chosen or key not in absent]
-        output = self._reserve(offer, waiter.context) if wanted else None
+        offer = [key for key in request.needed if key in chosen or key not in absent]
+        output = self._reserve(offer, request.context) if wanted else None
         if output is None or not isinstance(output.store_spec, CPULoadStoreSpec):
-            return {}
-        return dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
+            return [], np.empty(0, dtype=np.int64)
+        return output.keys_to_store, output.store_spec.block_ids
 
     def _start_jobs(
-        self, waiter: _Waiter, taken: dict[OffloadKey, int], holders: dict[OffloadKey, Tier]
+        self,
+        request: PromotionRequest,
+        keys: list[OffloadKey],
+        slots: Slots,
+        holders: Mapping[OffloadKey, Tier],
     ) -> None:
         now = self._clock()
-        deadline = now + waiter.wish.io_seconds
         for tier in self._tiers:
-            slots = {key: slot for key, slot in taken.items() if holders[key] is tier}
-            if not slots:
+            positions = [at for at, key in enumerate(keys) if holders[key] is tier]
+            if not positions:
                 continue
             self._newest += 1
-            num_bytes = len(slots) * self._row_bytes
-            job = _PromotionJob(self._newest, tier, slots, now, tier.promotion_bytes, num_bytes)
-            self._jobs[job.job_id] = job
-            self._lent += len(slots)
-            self._arrivals.update({key: _Arrival(job, set()) for key in slots})
-            rows = LentRows(list(slots), list(slots.values()), self._piece_of)
-            tier.promote(TierJob(job.job_id, rows, deadline))
+            job = _PromotionJob(
+                self._newest,
+                Direction.PROMOTE,
+                [keys[at] for at in positions],
+                slots[positions],
+                now + request.io_seconds,
+                tier=tier,
+                started=now,
+                ahead_bytes=tier.promotion_bytes,
+            )
+            self._jobs.add(job)
+            self._lent += len(job)
+            self._arriving.update(dict.fromkeys(job.keys, job))
+            tier.promote(job)
 
-    def _put_back(self, taken: dict[OffloadKey, int]) -> None:
-        self._free(list(taken), CPULoadStoreSpec(list(taken.values())))
+    def _join(self, request: PromotionRequest, keys: list[OffloadKey]) -> None:
+        """Have a request wait for rows on their way."""
+        request.missing = dict.fromkeys(keys)
+        for key in request.missing:
+            self._awaited[key] = self._awaited[key] + 1 if key in self._awaited else 1
+        for job in {self._arriving[key] for key in keys}:
+            job.wanted_by[request] = None
 
-    def _free(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
+    def _free(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Give back slots that no call writes, and make their chunks absent."""
+        spec = CPULoadStoreSpec(slots)
         self._pool.abandon_store(keys, spec)
         self._pool.complete_store(keys, success=False, spec=spec)
 
     # -- results -----------------------------------------------------------------------------------
 
-    def has_job(self, job_id: int) -> bool:
-        """Say whether a job is a promotion that is not over."""
-        return job_id in self._jobs
-
     def take_result(self, result: TierResult) -> None:
-        """Take in a result for some rows of a job."""
-        job, keys = self._jobs[result.job_id], list(result.keys)
-        spec = job.spec(keys)
+        """Process a result for some rows of a job."""
+        job, keys = result.job, result.keys
+        if not isinstance(job, _PromotionJob):
+            raise IntegrityError(f"promotions: expected a result of their own job, got one of {job.job_id}")
+        slots = job.slots_at(result.positions)
         job.seconds += result.seconds
-        if result.outcome is Outcome.RETURNED:
-            self._pool.complete_store(keys, success=False, spec=spec)
-        elif result.outcome is Outcome.DONE:
-            job.arrived_bytes += result.nbytes
-            self._pool.complete_store(keys, spec=spec)
+        if result.returned:
+            self._pool.complete_store(keys, success=False, spec=CPULoadStoreSpec(slots))
+        elif result.outcome is None:
+            job.num_arrived += len(keys)
+            self._pool.complete_store(keys, spec=CPULoadStoreSpec(slots))
             self._deliver(job, keys)
         else:
-            job.is_late |= result.outcome is Outcome.LATE
-            reason = _REASONS[result.outcome]
+            job.is_late |= result.outcome is MissReason.TOO_SLOW
             if result.in_use:
-                self._pool.abandon_store(keys, spec)
+                self._pool.abandon_store(keys, CPULoadStoreSpec(slots))
             else:
-                self._free(keys, spec)
-            self._miss(job, keys, reason)
+                self._free(keys, slots)
+            self._miss(job, keys, result.outcome)
         if not result.in_use:
-            self._forget(job, keys)
+            self._forget(job, result.positions)
 
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Pin arrived rows for each request that waits for them."""
-        for waiter, theirs in self._take_arrivals(job, keys).items():
-            ready = [key for key in theirs if self._pool.lookup(key, waiter.context)]  # not after a reset
-            waiter.stop_waiting_for(theirs)
+        for request, theirs in self._take_arrived(job, keys):
+            found = self._pool.lookup_many(theirs, request.context)
+            ready = list(compress(theirs, found))  # none after a reset
             if ready:
-                waiter.pins.append((ready, self._pool.prepare_load(ready, waiter.context)))
-                waiter.sources.update(dict.fromkeys(ready, job.tier.name))
-                self._pinned.update(ready)
+                spec = self._pool.prepare_load(ready, request.context)
+                request.pins.append(ReadLease(self._pool, ready, spec))
+                request.sources.update(dict.fromkeys(ready, job.tier.name))
+                for key in ready:
+                    self._pinned[key] = self._pinned[key] + 1 if key in self._pinned else 1
 
     def _miss(self, job: _PromotionJob, keys: list[OffloadKey], reason: MissReason) -> None:
-        """Note that rows will not come. Requests stop waiting for them, and for useless rows behind them."""
-        for waiter, theirs in self._take_arrivals(job, keys).items():
-            self._note_missed(waiter, theirs, reason, job.tier.name)
-            self._end_wait(waiter, waiter.useless())
+        """Record that rows will not come. Requests stop waiting for them, and for useless rows behind."""
+        for request, theirs in self._take_arrived(job, keys):
+            request.miss(theirs, reason, job.tier.name)
+            self._stop_waiting(request, request.useless())
 
     def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Stop waiting for rows on their way whose bytes are wrong, and return their keys.
 
         Their slots become free later.
         """
-        dropped = [key for key in keys if key in self._arrivals]
+        dropped = [key for key in keys if key in self._arriving]
         for key in dropped:
-            if key in self._arrivals:  # else it was withdrawn with an earlier row
-                self._miss(self._arrivals[key].job, [key], MissReason.FAILED)
+            if key in self._arriving:  # else it was withdrawn with an earlier row
+                self._miss(self._arriving[key], [key], MissReason.FAILED)
         return dropped
 
-    def _take_arrivals(self, job: _PromotionJob, keys: list[OffloadKey]) -> dict[_Waiter, list[OffloadKey]]:
-        """Remove rows from the arrivals, and return for each waiting request its rows."""
-        by_waiter: dict[_Waiter, list[OffloadKey]] = {}
-        for key in keys:
-            arrival = self._arrivals.get(key)
-            if arrival is not None and arrival.job is job:
-                del self._arrivals[key]
-                for waiter in arrival.waiters:
-                    by_waiter.setdefault(waiter, []).append(key)
-        return by_waiter
+    def _take_arrived(
+        self, job: _PromotionJob, keys: Iterable[OffloadKey]
+    ) -> list[tuple[PromotionRequest, list[OffloadKey]]]:
+        """Remove rows from those on their way; return each request that waited for some, and which."""
+        ended = {key for key in keys if key in self._arriving and self._arriving[key] is job}
+        for key in ended:
+            del self._arriving[key]
+            if key in self._awaited:
+                del self._awaited[key]
+        waited = [(each, list(each.missing.keys() & ended)) for each in job.wanted_by if each.missing]
+        for request, theirs in waited:
+            for key in theirs:
+                del request.missing[key]
+        return [(request, theirs) for request, theirs in waited if theirs]
 
-    @staticmethod
-    def _note_missed(
-        waiter: _Waiter, keys: Iterable[OffloadKey], reason: MissReason, tier: str = "cpu"
-    ) -> None:
-        missed = dict.fromkeys(keys, (tier, reason))
-        waiter.reasons = missed | waiter.reasons
-        waiter.stop_waiting_for(missed)
-
-    def _forget(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
-        """Remove rows from a job once their memory is ours again; note the time of a job that is over."""
-        for key in keys:
-            del job.slots[key]
-        self._lent -= len(keys)
-        if job.slots:
+    def _forget(self, job: _PromotionJob, positions: list[int]) -> None:
+        """Remove rows from a job once their memory is ours again; measure the time of a job that is over."""
+        job.lent.difference_update(positions)
+        self._lent -= len(positions)
+        if job.lent:
             return
-        del self._jobs[job.job_id]
-        waited = self._clock() - job.started
+        self._jobs.discard(job)
+        waited, arrived_bytes = self._clock() - job.started, job.num_arrived * self._row_bytes
         if job.is_late:
-            self._times.append(
-                PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True)
-            )
-        elif job.arrived_bytes:
+            num_bytes = len(job) * self._row_bytes + job.ahead_bytes
+            self._times.append(TierTime(job.tier.name, num_bytes, waited, lost=True))
+        elif arrived_bytes:
             # The calls' sum counts parallel threads; the whole wait includes queue and steps. Use the less.
-            share = job.arrived_bytes / (job.arrived_bytes + job.ahead_bytes)
+            share = arrived_bytes / (arrived_bytes + job.ahead_bytes)
             seconds = min(job.seconds, waited * share) or waited * share
-            self._times.append(PromotionTime(job.tier.name, job.arrived_bytes, seconds, lost=False))
+            self._times.append(TierTime(job.tier.name, arrived_bytes, seconds, lost=False))
 
-    def take_times(self) -> list[PromotionTime]:
+    def take_times(self) -> list[TierTime]:
         """Take the times of the promotions that ended since the last call."""
         times, self._times = self._times, []
         return times
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def expire(self) -> None:
-        """End the waits whose deadline has passed."""
-        now = self._clock()
-        late_ones = [w for w in self._waiters.values() if not w.is_expired and now >= w.deadline]
-        for waiter in late_ones:
-            waiter.is_expired, late = True, list(waiter.missing)
-            for job in {self._arrivals[key].job for key in late}:
-                job.is_late |= not job.arrived_bytes
-            for key in late:
-                self._note_missed(waiter, [key], MissReason.TOO_SLOW, self._arrivals[key].job.tier.name)
-            self._end_wait(waiter, late)
-            self._unpin(waiter)
+    def give_up(self, request: PromotionRequest) -> None:
+        """Stop waiting for rows at a request's deadline. Rows that have come are no longer pinned."""
+        for job in {self._arriving[key] for key in request.missing}:
+            job.is_late |= not job.num_arrived
+            late = [key for key in request.missing if self._arriving[key] is job]
+            request.miss(late, MissReason.TOO_SLOW, job.tier.name)
+        self.release(request)
 
-    def release(self, context: ReqContext) -> None:
-        """Forget a request: its load has begun, or it has ended.
+    def release(self, request: PromotionRequest) -> None:
+        """Let go of a request's rows: its load has begun, or it has ended.
 
         The rows that have come for it become ordinary ready rows.
         """
-        waiter = self._waiters.pop(context.req_id, None)
-        if waiter is not None:
-            self._end_wait(waiter, list(waiter.missing))
-            self._unpin(waiter)
+        self._stop_waiting(request, list(request.missing))
+        pins, request.pins = request.pins, []
+        for lease in pins:
+            lease.release()
+            for key in lease.keys:
+                if self._pinned[key] > 1:
+                    self._pinned[key] -= 1
+                else:
+                    del self._pinned[key]
 
     def reset(self) -> None:
-        """Forget all requests and all rows on their way. Those rows arrive in slots that hold no chunk."""
-        for waiter in list(self._waiters.values()):
-            self.release(waiter.context)
-        self._wishes.clear()
-        self._arrivals.clear()
+        """Forget all rows on their way, which no request wants. They arrive in slots that hold no chunk."""
+        self._arriving.clear()
 
-    def _unpin(self, waiter: _Waiter) -> None:
-        pins, waiter.pins = waiter.pins, []
-        for keys, spec in pins:
-            self._pool.complete_load(keys, spec)
-            self._pinned -= Counter(keys)
-
-    def _end_wait(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
+    def _stop_waiting(self, request: PromotionRequest, keys: list[OffloadKey]) -> None:
         """End a request's wait for rows; withdraw the rows that no request waits for."""
-        waiter.stop_waiting_for(keys)
         unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
         for key in keys:
-            arrival = self._arrivals.get(key)
-            if arrival is not None:
-                arrival.waiters.discard(waiter)
-                if not arrival.waiters:
-                    unwanted.setdefault(arrival.job, []).append(key)
+            del request.missing[key]
+            if self._awaited[key] > 1:
+                self._awaited[key] -= 1
+            else:
+                del self._awaited[key]
+                unwanted.setdefault(self._arriving[key], []).append(key)
         for job, theirs in unwanted.items():
-            withdrawn = job.tier.withdraw(job.job_id, theirs)
+            withdrawn = job.tier.withdraw(job, job.positions_of(theirs))
             if withdrawn:
-                self._take_arrivals(job, withdrawn)
-                self._free(withdrawn, job.spec(withdrawn))
+                keys = job.keys_at(withdrawn)
+                self._take_arrived(job, keys)
+                self._free(keys, job.slots_at(withdrawn))
                 self._forget(job, withdrawn)
 
-    def check(self) -> None:
-        """Raise `IntegrityError` if the records do not agree."""
-        pinned = Counter(key for waiter in self._waiters.values() for keys, _ in waiter.pins for key in keys)
-        lent = sum(len(job.slots) for job in self._jobs.values())
-        arrivals = self._arrivals.items()
-        for holds, what in (
+    def check(self, requests: Sequence[PromotionRequest]) -> None:
+        """Raise `IntegrityError` if the records do not agree with those of all requests."""
+        pinned = Counter(key for request in requests for lease in request.pins for key in lease.keys)
+        awaited = Counter(key for request in requests for key in request.missing)
+        lent = sum(len(job.lent) for job in self._jobs)
+        coming = {key for job in self._jobs for key in job.keys_at(sorted(job.lent))}
+        for holds, rule in (
             (pinned == self._pinned, "every pin belongs to a request"),
-            (lent == self._lent >= len(self._arrivals), "what is lent is counted"),
+            (awaited == self._awaited, "requests that wait for a row are counted"),
+            (awaited.keys() <= self._arriving.keys(), "awaited rows come"),
             (
-                all(key in self._arrivals for w in self._waiters.values() for key in w.missing),
-                "awaited rows come",
+                all(each in self._arriving[key].wanted_by for each in requests for key in each.missing),
+                "a job knows the requests that wait for its rows",
             ),
-            (all(key in arrival.job.slots for key, arrival in arrivals), "rows come into their slots"),
+            (lent == self._lent >= len(self._arriving), "slots lent to tiers are counted"),
+            (coming.issuperset(self._arriving), "rows come into their slots"),
             (self._lent + len(self._pinned) <= self.max_rows, "promotions keep to their share"),
         ):
             if not holds:
-                raise IntegrityError(f"promotions: expected that {what}")
+                raise IntegrityError(f"promotions: expected that {rule}")
 
 
 def _leading(keys: list[OffloadKey], holders: Mapping[OffloadKey, Tier]) -> list[OffloadKey]:

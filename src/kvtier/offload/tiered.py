@@ -1,14 +1,13 @@
 """`TieredOffloadingManager`: the pool and the tiers below it, as one manager.
 
 To the connector it is the pool's manager: only chunks in the pool can be loaded, and `lookup` is about the
-pool alone. Beyond that a connector may look for chunks `anywhere`, and have them promoted into the pool:
+pool alone. Beyond that a connector may look for chunks in all of them, and have them promoted into the pool:
 
-    ask       anywhere.lookup_prefix, inquiries.unknown, promotions.costs     change nothing, start nothing
-              inquiries.note   -> tiers that do not know what they hold are asked; is_waiting answers in O(1)
-              promotions.wish  -> a wish; is_waiting answers in O(1) from then on
+    ask       combined_lookup, promotions.costs, promotions.unknown     change nothing and start nothing
+              waits.look_up, waits.promote     begin a request's wait; must_wait then answers in O(1)
     step      begin_step            takes slots and starts I/O       (when a step's orders are built)
-              end_step              takes in results, writes rows    (when a step's output comes in)
-    load      prepare_load          pins the rows for the load and ends the promotion
+              end_step              processes results, writes rows   (when a step's output comes in)
+    load      prepare_load          pins the rows for the load and ends the wait
 
 Nothing is evicted or completed between an ask and its allocation, since only the two calls of a step do
 that. Rows are offered to the tiers below when they become ready (`write: through`), or, the coldest rows
@@ -24,7 +23,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -32,22 +31,14 @@ import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 from kvtier.metrics import Histogram
-from kvtier.offload.base import (
-    NO_REQUEST,
-    MissReason,
-    OffloadingEvent,
-    OffloadingManager,
-    PrepareStoreOutput,
-    ReqContext,
-)
+from kvtier.offload.base import NO_REQUEST, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.offload.demotions import Demotions, DescribeChunks
-from kvtier.offload.inquiries import Inquiries
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions
-from kvtier.tiers.base import Outcome, Tier, TierMiss, TierResult, TierStats
+from kvtier.offload.waits import TierWaits
+from kvtier.residency import MissReason, OffloadingEvent
+from kvtier.tiers.base import Direction, RowBuffer, Tier, TierResult, TierStats
 from kvtier.transfer.base import LoadStoreSpec
-
-__all__ = ["ConfiguredTier", "TieredOffloadingManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +51,6 @@ _AHEAD_MOST = 1024
 """The most rows to write ahead in a pool of any size: enough for some steps, and a bound on the search."""
 _AHEAD_POLLS = 8
 """The number of steps between two searches for the coldest rows."""
-
-_REASONS = {
-    TierMiss.NEVER_STORED: MissReason.NEVER_STORED,
-    TierMiss.WRITING: MissReason.WRITING,
-    TierMiss.EVICTED: MissReason.EVICTED,
-    TierMiss.REFUSED: MissReason.REFUSED,
-    TierMiss.FAILED: MissReason.IO_FAILED,
-    TierMiss.FAILED_CHECK: MissReason.FAILED,
-    TierMiss.CLEARED: MissReason.CLEARED,
-    TierMiss.LOST: MissReason.LOST,
-    TierMiss.SUSPENDED: MissReason.SUSPENDED,
-    TierMiss.NOT_OPEN: MissReason.NOT_OPEN,
-    TierMiss.NO_ANSWER: MissReason.TOO_SLOW,
-}
 
 
 class ConfiguredTier(NamedTuple):
@@ -102,16 +79,14 @@ class TieredOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.tiers = pool, [tier for tier, _ in tiers]
-        self._rows, self._slot_bytes = rows, rows.shape[1]
-        self._row_bytes = self._slot_bytes if row_bytes is None else row_bytes
-        self._memory: memoryview = rows.reshape(-1).data
+        row_bytes = rows.shape[1] if row_bytes is None else row_bytes
+        self._buffer = RowBuffer(rows.reshape(-1).data, rows.shape[1], row_bytes)
         self._write_through_tiers = [tier for tier, write in tiers if write == "through"]
         self._write_ahead_tiers = [tier for tier, write in tiers if write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
-        row_bytes, piece_of = self._row_bytes, self._piece
-        self.promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self.reserve, clock)
-        self.inquiries = Inquiries(pool, self.tiers, row_bytes, clock)
-        self._demotions = Demotions(pool, piece_of, row_bytes, self.tiers, store_deadline, clock)
+        self.promotions = Promotions(pool, row_bytes, self.tiers, self.reserve, clock)
+        self.waits = TierWaits(self.promotions, clock)
+        self._demotions = Demotions(pool, row_bytes, self.tiers, store_deadline, clock)
         self._offered_ahead: set[OffloadKey] = set()
         """The coldest chunks of the last search: a tier that did not take them is not asked again."""
         self.tier_times = {
@@ -120,10 +95,9 @@ class TieredOffloadingManager(OffloadingManager):
         """Seconds of I/O of rows that were moved together, by direction and tier."""
         self._polls = 0
         self._is_closed = False
-        self.anywhere = _Anywhere(self)
-        """The lookup over the pool and all tiers."""
+        self.combined_lookup = CombinedLookup(self)
         for tier in self.tiers:
-            tier.lend(self._memory)
+            tier.set_buffer(self._buffer)
 
     def describe_with(self, describe: DescribeChunks) -> None:
         """Have tiers keep the event stream's description of each chunk."""
@@ -140,9 +114,9 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.lookup_prefix(keys, req_context, wait=wait)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin ready chunks for a load. The pins of the request's promotion end."""
+        """Pin ready chunks for a load. The request's wait, and the pins of its promotion, end."""
         spec = self.pool.prepare_load(keys, req_context)
-        self.promotions.release(req_context)
+        self.waits.end(req_context)
         return spec
 
     def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
@@ -190,22 +164,21 @@ class TieredOffloadingManager(OffloadingManager):
         from a tier, so the tiers keep theirs. A transfer that failed says nothing against the rows below.
         """
         keys = list(keys)
-        wrong = [key for key in keys if self.pool.lookup(key, NO_REQUEST)] + self.promotions.drop(keys)
+        ready = compress(keys, self.pool.lookup_many(keys, NO_REQUEST))
+        wrong = list(ready) + self.promotions.drop(keys)
         self.pool.discard(keys, reason)
         if wrong and reason is MissReason.FAILED:
             for tier in self.tiers:
                 tier.discard(wrong)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self.inquiries.release(req_context)
-        self.promotions.release(req_context)
+        self.waits.forget(req_context)
 
     def reset_cache(self) -> None:
         """Make all chunks absent in the pool and all tiers; none comes back, not even after a restart."""
         for tier in self.tiers:  # first, so that their rows are void whatever happens next
             tier.reset(secrets.token_hex(8))
-        self.inquiries.reset()
-        self.promotions.reset()
+        self.waits.reset()
         self._demotions.reset()
         self._offered_ahead.clear()
         self.pool.reset_cache()
@@ -213,28 +186,28 @@ class TieredOffloadingManager(OffloadingManager):
     # -- one step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Submit the inquiries and wishes of this step: ask tiers, take slots and start I/O."""
-        self.inquiries.submit()
-        self.promotions.submit()
+        """Submit the lookups and promotions that began in this step: ask tiers, take slots, start I/O."""
+        self.waits.submit()
 
     def end_step(self) -> None:
-        """Take in the tiers' results, end waits that are over, and submit demotions."""
+        """Process the tiers' results, end waits that are over, and submit demotions."""
         for tier in self.tiers:
             for result in tier.poll():
-                self._note_time(tier, result)
-                jobs = self.promotions if result.job_id > 0 else self._demotions
-                if jobs.has_job(result.job_id):
-                    jobs.take_result(result)
+                self._measure(tier, result)
+                job = result.job
+                if not job.lent.issuperset(result.positions):
+                    logger.error("%s: a result of rows of job %d that are over", tier.name, job.job_id)
+                elif job.direction is Direction.PROMOTE:
+                    self.promotions.take_result(result)
                 else:
-                    logger.error("%s: a result of job %d, which is over", tier.name, result.job_id)
-        self.inquiries.poll()
-        self.promotions.expire()
+                    self._demotions.take_result(result)
+        self.waits.poll()
         self._write_ahead()
         self._demotions.submit()
 
-    def _note_time(self, tier: Tier, result: TierResult) -> None:
-        if result.outcome is Outcome.DONE and result.nbytes:
-            direction = "promote" if result.job_id > 0 else "demote"
+    def _measure(self, tier: Tier, result: TierResult) -> None:
+        if result.outcome is None and not result.returned:
+            direction = "promote" if result.job.direction is Direction.PROMOTE else "demote"
             self.tier_times[direction][tier.name].observe(result.seconds)
 
     def _write_ahead(self) -> None:
@@ -261,18 +234,18 @@ class TieredOffloadingManager(OffloadingManager):
     # -- reports -----------------------------------------------------------------------------------
 
     def explain(self, key: OffloadKey) -> MissReason | None:
-        """Say why a chunk cannot be loaded now, that is, why the pool does not have it."""
+        """Return why a chunk cannot be loaded now, that is, why the pool does not have it."""
         return self.pool.explain(key)
 
     def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
-        """Say, for each tier that has ever had a chunk, why it did not give it to a request."""
+        """Return, for each tier that has ever had a chunk, why it did not give it to a request."""
         in_pool = self.pool.explain(key)
         if in_pool is None:
             return {}
         reasons: dict[str, MissReason] = {"cpu": in_pool} | {
             tier.name: self._explain(tier, key) for tier in self.tiers
         }
-        failure = self.promotions.failure(key, req_context)
+        failure = self.waits.failure(key, req_context)
         if failure is not None:
             name, reason = failure
             reasons = {other: why for other, why in reasons.items() if other != name} | {name: reason}
@@ -283,17 +256,13 @@ class TieredOffloadingManager(OffloadingManager):
         miss = tier.explain(key)
         if miss is None:
             return MissReason.NOT_WORTH_LOADING
-        if miss is TierMiss.NOT_OPEN and not self._is_namespace_known():
+        if miss is MissReason.NOT_OPEN and not self._is_namespace_known():
             return MissReason.NAMESPACE_UNKNOWN
-        return _REASONS[miss]
+        return miss
 
     def take_events(self) -> list[OffloadingEvent]:
         """Drain the changes of all tiers and the pool, the lowest tier first."""
-        below = [
-            OffloadingEvent(list(change.keys), change.medium, change.removed, change.descriptions)
-            for tier in reversed(self.tiers)
-            for change in tier.take_events()
-        ]
+        below = [event for tier in reversed(self.tiers) for event in tier.take_events()]
         return below + self.pool.take_events()
 
     def stats(self) -> ManagerStats:
@@ -310,7 +279,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self._demotions.unwritten
 
     def has_pending_work(self) -> bool:
-        """Say whether an idle engine should step: rows are being written, and one has moved recently."""
+        """Return whether an idle engine should step: rows are being written, and one has moved recently."""
         return (
             any(tier.has_pending_work() for tier in self.tiers)
             or self._demotions.has_offers()
@@ -318,24 +287,23 @@ class TieredOffloadingManager(OffloadingManager):
         )
 
     def _is_writing(self) -> bool:
-        """Say whether rows are being written, and one has moved recently. Other work need not be ended."""
+        """Return whether rows are being written, and one has moved recently. Other work may stay undone."""
         busy = self._demotions.has_jobs() and any(tier.has_pending_work() for tier in self.tiers)
         return busy or self._demotions.has_offers()
 
     def wait_any(self, timeout: float) -> bool:
         """Block until a tier may have a result, for an engine that has nothing to do.
 
-        `False`: no tier is busy.
+        Return whether a tier was busy at all.
         """
-        busy = [tier for tier in self.tiers if tier.promotion_bytes] or self.inquiries.busy_tiers()
+        busy = [tier for tier in self.tiers if tier.promotion_bytes] or self.waits.busy_tiers()
         for tier in busy[:1]:
             tier.wait_any(timeout)
         return bool(busy)
 
     def check(self) -> None:
         self.pool.check()
-        self.inquiries.check()
-        self.promotions.check()
+        self.waits.check()
         self._demotions.check()
         for tier in self.tiers:
             tier.check()
@@ -348,7 +316,7 @@ class TieredOffloadingManager(OffloadingManager):
             return
         self._is_closed = True
         until = self._clock() + _SHUTDOWN_SECONDS
-        self.promotions.reset()
+        self.waits.reset()
         hot = self.pool.demotable(self.pool.hottest())
         for tier in self.tiers:
             self._offer_absent(tier, hot)
@@ -360,17 +328,13 @@ class TieredOffloadingManager(OffloadingManager):
         ended = [tier.close(max(0.0, until - self._clock())) for tier in self.tiers]
         if all(ended):
             # Else a call still uses the memory, which is freed with the process.
-            self._rows, self._memory = self._rows[:0], memoryview(b"")
-
-    def _piece(self, slot: int) -> memoryview:
-        start = slot * self._slot_bytes
-        return self._memory[start : start + self._row_bytes]
+            self._buffer.release()
 
 
-class _Anywhere:
-    """The lookup over the pool and all tiers of chunks that can be loaded, if need be after a promotion.
+class CombinedLookup:
+    """Looks up chunks that can be loaded from the pool or, after a promotion, from a tier.
 
-    `None`: the chunk is being stored in the pool, or a tier that could be asked may have it.
+    `None` means that the chunk is being stored in the pool, or that a tier that could be asked may have it.
     """
 
     def __init__(self, manager: TieredOffloadingManager) -> None:
@@ -379,12 +343,10 @@ class _Anywhere:
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         pool, promotions = self._manager.pool, self._manager.promotions
         found = pool.lookup_many(keys, req_context)
-        absent = []
-        for index, (key, is_ready) in enumerate(zip(keys, found, strict=True)):
-            if is_ready is None and promotions.is_arriving(key):
+        for index in [index for index, is_ready in enumerate(found) if is_ready is None]:
+            if promotions.is_promoting(keys[index]):
                 found[index] = True
-            elif is_ready is False:
-                absent.append(index)
+        absent = [index for index, is_ready in enumerate(found) if is_ready is False]
         for tier in self._manager.tiers:
             left = [index for index in absent if not found[index]]
             for index, is_held in zip(left, tier.lookup_many([keys[index] for index in left]), strict=True):
@@ -395,7 +357,7 @@ class _Anywhere:
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
     ) -> int | None:
-        """Count the leading keys that can be had. Keys far behind the first gap are not looked up."""
+        """Count the leading keys that can be loaded. Keys far behind the first gap are not looked up."""
         hits, size = self._manager.pool.lookup_prefix(keys, req_context, wait=False) or 0, _LOOKED_UP_FIRST
         while hits < len(keys):
             found = self.lookup_many(list(islice(keys, hits, hits + size)), req_context)

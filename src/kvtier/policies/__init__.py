@@ -1,8 +1,8 @@
 """Eviction policies by name.
 
 `lru` and `arc` are ours. Any other `CachePolicy` is named by its import path, `"package.module:Class"`, or
-by a name that its package gave to `register_policy`. Such a policy is wrapped in a `GuardedPolicy`: if it
-fails, LRU takes its place. `kvtier.testing.PolicySuite` tests whether a policy keeps the contract.
+by a name that its package gave to `register_policy`. If such a policy fails, the `SlotTable` that uses it
+goes on with LRU. `kvtier.testing.PolicySuite` tests whether a policy keeps the contract.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from kvtier.errors import ConfigError, InputError, KVTierError, show_value
-from kvtier.policies.arc import ARCPolicy
 from kvtier.policies.base import CachePolicy, KeysOf, Slots
-from kvtier.policies.guarded import GuardedPolicy
-from kvtier.policies.lru import LRUPolicy
+from kvtier.policies.recency import ARCPolicy, LRUPolicy
 
 __all__ = [
     "ARCPolicy",
     "CachePolicy",
-    "GuardedPolicy",
     "KeysOf",
     "LRUPolicy",
     "Slots",
@@ -31,7 +28,6 @@ __all__ = [
 ]
 
 _FIELD = "cpu.policy"
-_OURS = LRUPolicy, ARCPolicy
 _policies: dict[str, type[CachePolicy] | str] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
@@ -57,19 +53,15 @@ def make_policy(name: str, capacity: int) -> CachePolicy:
         raise ConfigError(_FIELD, _unknown(name))
     if isinstance(policy, str):
         policy = _import(policy)
-    return policy(capacity) if policy in _OURS else _make_guarded(policy, capacity)
+    path = f"{policy.__module__}:{policy.__qualname__}"
+    with _blamed(f"expected a policy that can be made for {capacity} slots, got {path!r}"):
+        return policy(capacity)
 
 
 def _unknown(name: str) -> str:
     close = get_close_matches(name, policy_names(), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"expected one of {', '.join(policy_names())} or 'package.module:Class', got {name!r}{hint}"
-
-
-def _make_guarded(policy: type[CachePolicy], capacity: int) -> CachePolicy:
-    path = f"{policy.__module__}:{policy.__qualname__}"
-    with _blamed(f"expected a policy that can be made for {capacity} slots, got {path!r}"):
-        return GuardedPolicy(policy(capacity))
 
 
 def _import(path: str) -> type[CachePolicy]:

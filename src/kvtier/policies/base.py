@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 
-__all__ = ["CachePolicy", "KeysOf", "Slots"]
-
 Slots = npt.NDArray[np.int64]
 KeysOf = Callable[[Slots], list[OffloadKey]]
 """Returns the keys of the chunks in slots."""
@@ -42,7 +40,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
-        """Note a use of distinct ranked slots, ordered head to tail: the tail must leave before the head.
+        """Record a use of distinct ranked slots, ordered head to tail: the tail must leave before the head.
 
         `reused[i]` is False if the request that uses the chunk has stored it: this renews the chunk's
         recency, but is not a second use.

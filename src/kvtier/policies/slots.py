@@ -9,7 +9,6 @@ batch of one key costs some 100 ns a call. Scheduler thread only.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection
 from itertools import islice, takewhile
 
 import numpy as np
@@ -17,20 +16,7 @@ import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 from kvtier.native import form_of, uses_c
-from kvtier.policies.base import CachePolicy, Slots
-
-__all__ = [
-    "ABSENT",
-    "SLOTS_BY",
-    "WRITING",
-    "ClearedChunks",
-    "GhostLists",
-    "Mask",
-    "RecencyList",
-    "SlotBook",
-    "broken_rule",
-    "held_slots",
-]
+from kvtier.policies.base import Slots
 
 ABSENT = -1
 """The slot number of a key without a slot, and the list number of a key that was not evicted."""
@@ -126,14 +112,14 @@ class PythonBook:
 
         Return the number of slots before the first without a reader. If it is not all, nothing has changed.
         """
-        places = slots.tolist()
-        left = dict(zip(places, self._readers_of(slots), strict=True))
-        for done, slot in enumerate(places):
+        numbers = slots.tolist()
+        left = dict(zip(numbers, self._readers_of(slots), strict=True))
+        for done, slot in enumerate(numbers):
             left[slot] -= 1
             if left[slot] < 0:
                 return done
-        self._readers[slots] = [left[slot] for slot in places]
-        self._evictable[slots] = [left[slot] == 0 and self._keys[slot] is not None for slot in places]
+        self._readers[slots] = [left[slot] for slot in numbers]
+        self._evictable[slots] = [left[slot] == 0 and self._keys[slot] is not None for slot in numbers]
         return len(slots)
 
     def keys(self, slots: Slots, /) -> list[OffloadKey]:
@@ -143,7 +129,7 @@ class PythonBook:
     def release(self, slots: Slots, /) -> list[OffloadKey] | None:
         """Free slots and return their keys.
 
-        `None`: a slot is not evictable or is named twice, and nothing has changed.
+        `None` means that a slot is not evictable or is named twice; nothing has changed then.
         """
         ours = bool(((slots >= 0) & (slots < len(self._keys))).all()) and len(set(slots.tolist())) == len(
             slots
@@ -164,14 +150,14 @@ class PythonBook:
 
     def free(self, slots: Slots, /) -> None:
         """Free slots that are empty and not free yet, each named once. `ValueError`: nothing has changed."""
-        places = slots.tolist()
-        empty = all(self._keys[slot] is None and not self._is_free[slot] for slot in places)
-        if not empty or len(set(places)) < len(places):
-            raise ValueError(f"expected empty slots that are not free, each once, got {places}")
+        numbers = slots.tolist()
+        empty = all(self._keys[slot] is None and not self._is_free[slot] for slot in numbers)
+        if not empty or len(set(numbers)) < len(numbers):
+            raise ValueError(f"expected empty slots that are not free, each once, got {numbers}")
         self._readers[slots] = 0
-        for slot in places:
+        for slot in numbers:
             self._is_free[slot] = True
-        self._free += places
+        self._free += numbers
 
     def _readers_of(self, slots: Slots) -> list[int]:
         """Return the number of readers of each slot; `ABSENT` counts as a slot that is being written."""
@@ -196,23 +182,23 @@ class PythonGhosts:
         self._rings: tuple[list[OffloadKey | None], ...] = ([None] * capacity, [None] * capacity)
         self._next = [0, 0]
         self._sizes = [0, 0]
-        self._known: dict[OffloadKey, tuple[int, int]] = {}  # list and place in its ring
+        self._known: dict[OffloadKey, tuple[int, int]] = {}  # list and position in its ring
 
     def remember(self, which: int, keys: list[OffloadKey], /) -> None:
-        """Note that keys were evicted from a list."""
+        """Remember keys that were evicted from a list."""
         for key in keys if self._capacity else ():
-            place = self._next[which]
+            position = self._next[which]
             self._forget(key)
-            self._forget(self._rings[which][place])
-            self._rings[which][place] = key
-            self._known[key] = which, place
+            self._forget(self._rings[which][position])
+            self._rings[which][position] = key
+            self._known[key] = which, position
             self._sizes[which] += 1
-            self._next[which] = (place + 1) % self._capacity
+            self._next[which] = (position + 1) % self._capacity
 
     def recall(self, keys: list[OffloadKey], /) -> Slots | None:
         """Return the list that each key was evicted from, `ABSENT` for unknown keys; forget the keys.
 
-        `None`: all are unknown.
+        `None` means that all are unknown.
         """
         lists = _array([self._forget(key) for key in keys])
         return lists if (lists != ABSENT).any() else None
@@ -225,8 +211,8 @@ class PythonGhosts:
         """Forget a key and return its list."""
         if key is None or key not in self._known:
             return ABSENT
-        which, place = self._known.pop(key)
-        self._rings[which][place] = None
+        which, position = self._known.pop(key)
+        self._rings[which][position] = None
         self._sizes[which] -= 1
         return which
 
@@ -326,39 +312,11 @@ def _array(slots: list[int]) -> Slots:
 
 
 if uses_c("slots"):
-    from kvtier.native._slots import GhostLists, RecencyList, SlotBook
+    from kvtier.native._slots import GhostLists as GhostLists
+    from kvtier.native._slots import RecencyList as RecencyList
+    from kvtier.native._slots import SlotBook as SlotBook
 else:
     GhostLists, RecencyList = PythonGhosts, PythonRecency  # type: ignore[misc, assignment]
     SlotBook = PythonBook  # type: ignore[misc, assignment]
 
 SLOTS_BY = form_of("slots")
-
-
-def held_slots(book: SlotBook, num_slots: int, doomed: Collection[int]) -> Slots:
-    """Return the slots that are neither free nor doomed, in ascending order."""
-    held = np.ones(num_slots, dtype=np.bool_)
-    held[book.free_slots()] = False
-    held[list(doomed)] = False
-    return np.flatnonzero(held)
-
-
-def broken_rule(
-    book: SlotBook, policy: CachePolicy, doomed: Collection[int], readers: Slots, evictable: Mask
-) -> str | None:
-    """Return the first rule that a book, its arrays and its policy break; `None`: all rules hold."""
-    policy.check()
-    held, used, free = held_slots(book, len(readers), doomed), list(doomed), book.free_slots()
-    unread = np.zeros(len(readers), dtype=np.bool_)
-    unread[held] = readers[held] == 0
-    keys = book.keys(held)
-    rules = (
-        (len(held) + len(used) + len(free) == len(readers), "every slot is held, doomed or free"),
-        (len(book) == len(keys) == len(held), "a slot has a key iff it is held"),
-        (np.array_equal(book.find(keys), held), "keys and slots map to each other"),
-        (readers.min(initial=0) >= WRITING, "a chunk has one writer"),
-        (readers[used].all(), "doomed slots are in use"),
-        (not readers[free].any(), "free slots are not in use"),
-        (np.array_equal(evictable, unread), "what may be evicted is ready and unread"),
-        (np.array_equal(np.sort(policy.ranked()), held), f"{type(policy).__qualname__} ranks what is held"),
-    )
-    return next((rule for holds, rule in rules if not holds), None)

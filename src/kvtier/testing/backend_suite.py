@@ -20,16 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.residency import MissReason
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
-from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
-from kvtier.tiers.row_mover import JobRows
+from kvtier.testing.memory_tier import LooseRows
+from kvtier.tiers.base import Backend, BackendRow, Direction, RowJob, TierResult
+from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.seal import SealScope, seal_of
-
-__all__ = ["NUM_PLACES", "ROW_BYTES", "BackendSuite"]
 
 NUM_PLACES = 320
 ROW_BYTES = 8192
@@ -82,10 +82,22 @@ def _cut(payload: bytearray, cuts: tuple[int, ...]) -> tuple[memoryview, ...]:
     return tuple(memoryview(payload)[start:stop] for start, stop in pairwise(ends))
 
 
-def job_rows(rows: list[BackendRow]) -> JobRows:
-    """Return rows in the form of a job of I/O threads."""
-    keys, places = [row.key for row in rows], [row.place for row in rows]
-    return JobRows(keys, places, max(row.nbytes for row in rows), rows)
+def submit_rows(
+    threads: IOThreads,
+    direction: Direction,
+    job_id: int,
+    rows: list[BackendRow],
+    scope: SealScope = _SCOPE,
+    deadline: float = float("inf"),
+) -> RowJob:
+    """Submit rows to I/O threads as one job."""
+    if not isinstance(threads.buffer, LooseRows):
+        threads.buffer = LooseRows()
+    slots = np.array(threads.buffer.add(row.pieces for row in rows), dtype=np.int64)
+    job = RowJob(job_id, direction, [row.key for row in rows], slots, deadline)
+    job.addresses, job.scope = np.array([row.place for row in rows], dtype=np.int64), scope
+    threads.submit(job, range(len(rows)))
+    return job
 
 
 def payload_of(row: BackendRow) -> bytes:
@@ -104,7 +116,7 @@ class BackendSuite:
         raise NotImplementedError
 
     def reopen(self, backend: Backend) -> Backend | None:
-        """Reopen the backend as a later process would; `None`: it keeps nothing."""
+        """Reopen the backend as a later process would; `None` if it keeps nothing."""
         backend.close()
         return None
 
@@ -116,14 +128,14 @@ class BackendSuite:
 
     # Rows
 
-    def test_what_was_written_is_read_with_its_seal(self, backend: Backend) -> None:
+    def test_written_rows_are_read_with_their_seals(self, backend: Backend) -> None:
         rows = [sealed(number) for number in range(5)]
         assert backend.write(rows) == [None] * 5
         found = [empty(number) for number in range(5)]
         assert backend.read(found) == [row.seal for row in rows]
         assert [payload_of(row) for row in found] == [content(number) for number in range(5)]
 
-    def test_what_was_not_written_is_not_there(self, backend: Backend) -> None:
+    def test_rows_not_written_are_absent(self, backend: Backend) -> None:
         backend.write([sealed(1)])
         assert backend.contains([empty(0), empty(1), empty(2)]) == [False, True, False]
         answers = backend.read([empty(0), empty(1), empty(2)])
@@ -280,7 +292,9 @@ class BackendSuite:
 
     def _churn(self, backend: Backend, plan: BackendFaultPlan, *, check_seals: bool) -> tuple[int, int]:
         """Write and read rows in many versions; count successful reads, and the wrong ones among them."""
-        threads = IOThreads(FaultyBackend(backend, plan), threads=4, check_seals=check_seals)
+        threads = IOThreads(
+            FaultyBackend(backend, plan), row_bytes=ROW_BYTES, threads=4, check_seals=check_seals
+        )
         source, versions = random.Random(plan.seed), dict.fromkeys(range(_CHURNED), 0)
         done = wrong = 0
         try:
@@ -291,12 +305,12 @@ class BackendSuite:
                 written = [sealed(number, turn)._replace(seal=b"") for number in numbers]
                 assert self._run(threads, Direction.DEMOTE, 2 * turn, written)
                 found = [empty(number) for number in source.sample(range(_CHURNED), 16)]
-                for report in self._run(threads, Direction.PROMOTE, 2 * turn + 1, found):
-                    if report.outcome is Outcome.DONE:
-                        done += len(report.rows)
+                for result in self._run(threads, Direction.PROMOTE, 2 * turn + 1, found):
+                    if result.outcome is None:
+                        done += len(result.positions)
                         # A failed write leaves the row as it was before: an old version is still a whole
                         # row.
-                        read = [row for row in found if row.key in report.rows.keys]
+                        read = [found[at] for at in result.positions]
                         wrong += sum(not _is_any_version(row, turn) for row in read)
             threads.check()
         finally:
@@ -305,53 +319,53 @@ class BackendSuite:
 
     def _run(
         self, threads: IOThreads, direction: Direction, job_id: int, rows: list[BackendRow]
-    ) -> list[IOReport]:
-        threads.submit(direction, job_id, job_rows(rows), _SCOPE, float("inf"))
-        reports: list[IOReport] = []
-        while sum(len(report.rows) for report in reports) < len(rows):
+    ) -> list[TierResult]:
+        submit_rows(threads, direction, job_id, rows)
+        results: list[TierResult] = []
+        while sum(len(result.positions) for result in results) < len(rows):
             assert threads.wait_any(_PATIENCE)
-            reports += threads.poll()
-        return reports
+            results += threads.poll()
+        return results
 
     @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENOENT])
     def test_errors_are_failures_of_their_rows(self, backend: Backend, code: int) -> None:
         faulty = FaultyBackend(backend)
-        threads = IOThreads(faulty, threads=2)
+        threads = IOThreads(faulty, row_bytes=ROW_BYTES, threads=2)
         try:
             faulty.broken = OSError(code, os.strerror(code))
             for direction in Direction:
                 for report in self._run(
                     threads, direction, direction, [empty(number) for number in range(4)]
                 ):
-                    assert (report.outcome, report.why) == (Outcome.FAILED, os.strerror(code))
+                    assert (report.outcome, report.why) == (MissReason.IO_FAILED, os.strerror(code))
                     assert not report.in_use
             faulty.broken = None
-            assert {r.outcome for r in self._run(threads, Direction.DEMOTE, 9, [empty(1)])} == {Outcome.DONE}
+            assert {r.outcome for r in self._run(threads, Direction.DEMOTE, 9, [empty(1)])} == {None}
         finally:
             assert threads.close(_PATIENCE)
 
     def test_a_hang_costs_its_deadline_and_keeps_the_memory(self, backend: Backend) -> None:
         now = [0.0]
         faulty = FaultyBackend(backend)
-        threads = IOThreads(faulty, threads=1, clock=lambda: now[0])
+        threads = IOThreads(faulty, row_bytes=ROW_BYTES, threads=1, clock=lambda: now[0])
         try:
             faulty.hang()
-            threads.submit(Direction.DEMOTE, 1, job_rows([sealed(1)]), _SCOPE, deadline=5.0)
+            submit_rows(threads, Direction.DEMOTE, 1, [sealed(1)], deadline=5.0)
             assert faulty.hanging.wait(_PATIENCE)
-            threads.submit(Direction.DEMOTE, 2, job_rows([sealed(2)]), _SCOPE, deadline=5.0)
+            submit_rows(threads, Direction.DEMOTE, 2, [sealed(2)], deadline=5.0)
             assert threads.poll() == []
             now[0] = 5.0
             free, used = sorted(threads.poll(), key=lambda report: report.in_use)
-            assert {free.outcome, used.outcome} == {Outcome.LATE}
+            assert {free.outcome, used.outcome} == {MissReason.TOO_SLOW}
             assert (free.in_use, used.in_use) == (False, True), "one row was begun, the other never will be"
             assert threads.stuck_rows() == 1
             faulty.release()
-            reports: list[IOReport] = []
-            while not reports:
+            results: list[TierResult] = []
+            while not results:
                 assert threads.wait_any(_PATIENCE)
-                reports = threads.poll()
-            (report,) = reports
-            assert (report.outcome, report.rows.keys) == (Outcome.RETURNED, used.rows.keys)
+                results = threads.poll()
+            (result,) = results
+            assert (result.returned, result.keys) == (True, used.keys)
             assert threads.stuck_rows() == 0
             threads.check()
         finally:
@@ -360,7 +374,7 @@ class BackendSuite:
 
     def test_threads_end(self, backend: Backend) -> None:
         before = threading.active_count()
-        threads = IOThreads(backend, threads=3)
+        threads = IOThreads(backend, row_bytes=ROW_BYTES, threads=3)
         assert threads.close(_PATIENCE)
         assert threading.active_count() == before
 

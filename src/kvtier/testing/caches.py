@@ -15,8 +15,6 @@ import torch
 from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["LAYOUTS", "Caches", "ManualClock", "ReferenceTransfer", "make_caches", "make_config"]
-
 LAYOUTS = (
     "blocks_first",
     "kv_first",

@@ -2,9 +2,8 @@
 
 A transfer is refused, fails, hangs until its own deadline ends it, or arrives short: some leading blocks
 are really copied and the rest are not. A slow transfer delays the rest and may still arrive. Blocks that a
-failed job did not deliver are filled with `POISON`, so that any use of them is detected; until then its
-layers are reported as if all were well. The plan's seed and the job's id alone decide which job fails and
-how.
+failed job did not deliver are filled with `POISON`, so that any use of them is detected. The plan's seed
+and the job's id alone decide which job fails and how.
 
 `Fault.CORRUPT` and `corrupt_pool` are negative controls: wrong bytes without a report. A test that does not
 notice them proves nothing.
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -41,8 +40,6 @@ from kvtier.transfer.base import (
 from kvtier.transfer.compare import RowComparer
 from kvtier.transfer.jobs import Job, JobHandler
 from kvtier.transfer.plan import Plan
-
-__all__ = ["POISON", "SLOW_SECONDS", "Fault", "FaultPlan", "FaultySpec", "corrupt_pool", "with_faults"]
 
 POISON = 0x7F
 """Fills bytes that did not arrive.
@@ -108,24 +105,13 @@ class _FaultyHandler(OffloadingHandler):
         handler.probe = self._probe
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return self._begin(self._handler.transfer_async, job_id, spec)
-
-    def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        return self._begin(self._handler.transfer_by_layer, job_id, spec)
-
-    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        fate = self._fates.get(job_id)
-        breaks_promise = fate is not None and fate.fault in (Fault.FAIL, Fault.HANG, Fault.SHORT)
-        return breaks_promise or self._handler.await_layer(job_id, layer, timeout)
-
-    def _begin(self, start: Callable[[int, TransferSpec], bool], job_id: int, spec: TransferSpec) -> bool:
         fault, fraction = self._plan.choose(self._handler.transfer_type, job_id)
         if fault is Fault.REFUSE:
             return False
         gpu = next(end for end in spec if isinstance(end, GPULoadStoreSpec))
         blocks = 0 if fault is Fault.FAIL else int(fraction * np.count_nonzero(gpu.block_ids != NULL_BLOCK))
         self._fates[job_id] = _Fate(spec, fault, blocks)
-        accepted = start(job_id, spec)
+        accepted = self._handler.transfer_async(job_id, spec)
         if not accepted:
             del self._fates[job_id]
         return accepted
@@ -227,7 +213,7 @@ def with_faults(spec: OffloadingSpec, plan: FaultPlan) -> FaultySpec:
 
 
 def corrupt_pool(where: OffloadingSpec | Pool, rng: np.random.Generator) -> None:
-    """Change every byte of a pool that this process has open, without telling any other object."""
+    """Change every byte of a pool that this process has open, without notifying any other object."""
     while isinstance(where, FaultySpec):
         where = where.spec
     pool = where.open_pool() if isinstance(where, CPUOffloadingSpec) else where

@@ -23,8 +23,6 @@ from enum import Enum
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow
 
-__all__ = ["BackendFault", "BackendFaultPlan", "FaultyBackend", "KillPoint"]
-
 
 class BackendFault(Enum):
     """The way in which a backend goes wrong, with a row or a call."""

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import InputError
 from kvtier.testing.caches import LAYOUTS, Caches, ManualClock, ReferenceTransfer, make_caches, make_config
+from kvtier.testing.pairs import cover_pairs
 from kvtier.transfer.base import (
     NULL_BLOCK,
     CanonicalKVCaches,
@@ -34,8 +34,6 @@ from kvtier.transfer.base import (
     TransferResult,
 )
 from kvtier.transfer.layout import canonicalize
-
-__all__ = ["HandlerSuite", "Handlers"]
 
 PATIENCE = 30.0  # seconds until a wait that should have ended fails the test
 DEADLINE = 10.0  # seconds of the manual clock
@@ -125,8 +123,6 @@ class HandlerSuite:
     """The contract of `OffloadingHandler`, for a pair that stores to and loads from the same place."""
 
     device = "cpu"
-    promises_layers = True
-    """Whether `await_layer` of a load returns `True` if nothing goes wrong."""
 
     def make_handlers(
         self, config: OffloadingConfig, kv_caches: CanonicalKVCaches, clock: Callable[[], float]
@@ -146,10 +142,10 @@ class HandlerSuite:
         rig.check()
         rig.close()
 
-    @pytest.mark.parametrize("num_groups", [1, 2])
-    @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 5])
-    @pytest.mark.parametrize("page", [32, 4096])
-    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize(
+        ("layout", "blocks_per_chunk", "page", "num_groups"),
+        cover_pairs(LAYOUTS, [1, 2, 5], [32, 4096], [1, 2]),
+    )
     def test_bytes_arrive_and_no_others_change(
         self, layout: str, page: int, blocks_per_chunk: int, num_groups: int
     ) -> None:
@@ -164,31 +160,6 @@ class HandlerSuite:
             elsewhere = GPULoadStoreSpec(anywhere, gpu.group_sizes, gpu.block_indices)
             assert rig.run_load(job_id + 1, cpu, elsewhere).success
             rig.check()
-        rig.close()
-
-    @pytest.mark.parametrize("num_groups", [1, 2])
-    @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_an_awaited_layer_is_in_place(self, layout: str, blocks_per_chunk: int, num_groups: int) -> None:
-        rng = random.Random(f"{layout} {num_groups}")
-        rig = Rig(self, layout, page=4096, num_groups=num_groups, blocks_per_chunk=blocks_per_chunk)
-        gpu, cpu = random_job(rng, rig.config, rig.caches, range(rig.config.num_slots))
-        assert rig.run_store(0, gpu, cpu).success
-        elsewhere = GPULoadStoreSpec(gpu.block_ids[::-1].copy(), gpu.group_sizes, gpu.block_indices)
-        rig.model.load(cpu, elsewhere)
-        assert rig.load.transfer_by_layer(1, (cpu, elsewhere))
-        promised = []
-        for name in rig.caches.layers:
-            if not rig.load.await_layer(1, name, PATIENCE):
-                break
-            promised.append(name)
-            (group,) = (index for index, group in enumerate(rig.config.groups) if name in group.layer_names)
-            blocks = {block for owner, block, _, _ in rig.model.pairs(elsewhere, cpu) if owner == group}
-            for block in blocks:
-                assert torch.equal(rig.caches.page(name, block), rig.model.caches.page(name, block))
-        assert promised == (list(rig.caches.layers) if self.promises_layers else [])
-        assert finish(rig.load, 1).success
-        rig.check()
         rig.close()
 
     @pytest.mark.parametrize("rank", [0, 1, 2])

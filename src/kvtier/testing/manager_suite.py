@@ -22,8 +22,6 @@ from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.offload import MissReason, OffloadingManager, ReqContext
 from kvtier.transfer.base import BlockIDsLoadStoreSpec, LoadStoreSpec
 
-__all__ = ["ManagerSuite"]
-
 
 def key(number: int) -> OffloadKey:
     """Return the key of a chunk."""
@@ -90,7 +88,7 @@ class ManagerSuite:
         assert list(manager.take_events()) == []
         assert len(self.store(manager, 3, 4)) == 2
 
-    def test_completing_what_is_not_being_written_changes_nothing(self) -> None:
+    def test_completing_chunks_that_are_not_being_written_changes_nothing(self) -> None:
         manager = self.make(2)
         self.store(manager, 1)
         list(manager.take_events())
@@ -124,7 +122,7 @@ class ManagerSuite:
         manager.check()
 
     @pytest.mark.parametrize("wrong", [9, 2])
-    def test_loading_what_is_not_ready_is_refused_and_pins_nothing(self, wrong: int) -> None:
+    def test_loading_chunks_that_are_not_ready_is_refused_and_pins_nothing(self, wrong: int) -> None:
         manager = self.make(2)
         self.store(manager, 1)
         assert manager.prepare_store(keys(2), self.context) is not None
@@ -151,7 +149,7 @@ class ManagerSuite:
         manager.complete_store(keys(1, 2, 1))
         manager.check()
 
-    def test_what_is_there_is_left_out(self) -> None:
+    def test_chunks_that_are_held_are_left_out(self) -> None:
         manager = self.make(4)
         self.store(manager, 1)
         assert manager.prepare_store(keys(2), self.context) is not None
@@ -175,7 +173,7 @@ class ManagerSuite:
         assert output is None, "all who could leave are in the offer"
         assert self.held(manager, (1, 2, 3)) == [True] * 3
 
-    def test_without_any_place_there_is_no_store(self) -> None:
+    def test_without_any_slot_there_is_no_store(self) -> None:
         manager = self.make(1)
         assert manager.prepare_store(keys(1), self.context) is not None
         assert manager.prepare_store(keys(2), self.context) is None
@@ -213,14 +211,14 @@ class ManagerSuite:
         assert replayed(manager) == set()
         again = manager.prepare_store(keys(3, 2, 1), self.context)
         assert again is not None
-        assert again.keys_to_store == keys(3, 2), "two of four places are still in use, by jobs of before"
+        assert again.keys_to_store == keys(3, 2), "two of four slots are still in use, by jobs of before"
         manager.complete_load(keys(2), read)
         manager.complete_store(keys(3), True, written.store_spec)
         manager.check()
         assert self.held(manager, (2, 3)) == [None, None], "the jobs of before say nothing of these"
         manager.complete_store(keys(3, 2), True, again.store_spec)
         assert self.held(manager, (2, 3)) == [True, True]
-        assert len(self.store(manager, 5, 6)) == 2, "no place was lost"
+        assert len(self.store(manager, 5, 6)) == 2, "no slot was lost"
 
     def test_a_discarded_chunk_is_gone_once_unread(self) -> None:
         manager = self.make(2)
@@ -233,7 +231,7 @@ class ManagerSuite:
         manager.complete_load(keys(1))
         assert len(self.store(manager, 5, 6)) == 2
 
-    def test_a_removal_is_announced_before_the_store_that_takes_its_place(self) -> None:
+    def test_a_removal_is_announced_before_the_store_that_takes_its_slot(self) -> None:
         manager = self.make(1)
         self.store(manager, 1)
         self.store(manager, 2)
@@ -286,8 +284,8 @@ def replayed(manager: OffloadingManager) -> set[OffloadKey]:
 
 
 @dataclass(eq=False)
-class _Place:
-    """The place of a chunk, held or doomed, and its users."""
+class _Slot:
+    """The slot of a chunk, held or doomed, and its users."""
 
     number: int
     readers: int = 0
@@ -295,28 +293,28 @@ class _Place:
 
 
 class _Job(NamedTuple):
-    """A job that is not over: its places, in the order of the spec."""
+    """A job that is not over: its slots, in the order of the spec."""
 
-    places: list[_Place]
+    slots: list[_Slot]
     spec: LoadStoreSpec
 
     @property
     def keys(self) -> list[OffloadKey]:
-        return keys(*(place.number for place in self.places))
+        return keys(*(slot.number for slot in self.slots))
 
 
 @dataclass
 class _Model:
-    """The expected state of a manager: places of chunks, and jobs on places, also of absent chunks."""
+    """The expected state of a manager: slots of chunks, and jobs on slots, also of absent chunks."""
 
     capacity: int
-    held: dict[int, _Place] = field(default_factory=dict)
+    held: dict[int, _Slot] = field(default_factory=dict)
     stores: list[_Job] = field(default_factory=list)
     loads: list[_Job] = field(default_factory=list)
 
     def lookup(self, number: int) -> bool | None:
-        place = self.held.get(number)
-        return False if place is None else None if place.writing else True
+        slot = self.held.get(number)
+        return False if slot is None else None if slot.writing else True
 
     def random_call(self, rng: random.Random, manager: OffloadingManager) -> None:
         calls = (
@@ -330,18 +328,18 @@ class _Model:
         )
         rng.choice(calls)(rng, manager)
 
-    def _ready(self) -> dict[int, _Place]:
-        return {number: place for number, place in self.held.items() if not place.writing}
+    def _ready(self) -> dict[int, _Slot]:
+        return {number: slot for number, slot in self.held.items() if not slot.writing}
 
     def _num_free(self) -> int:
-        busy = {place for job in (*self.stores, *self.loads) for place in job.places}
+        busy = {slot for job in (*self.stores, *self.loads) for slot in job.slots}
         return self.capacity - len(busy | set(self.held.values()))
 
     def _store(self, rng: random.Random, manager: OffloadingManager) -> None:
         offer = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 12))]
         free = self._num_free()
         wanted = [n for n in dict.fromkeys(offer) if n not in self.held]
-        may_leave = {n for n, place in self._ready().items() if place.readers == 0 and n not in offer}
+        may_leave = {n for n, slot in self._ready().items() if slot.readers == 0 and n not in offer}
         taken = wanted[: free + len(may_leave)]
         output = manager.prepare_store(keys(*offer), rng.choice(_RNG_CONTEXTS))
         if wanted and not taken:
@@ -353,20 +351,20 @@ class _Model:
         assert len(output.evicted_keys) == len(evicted) == max(0, len(taken) - free)
         for number in evicted:
             del self.held[number]
-        new = {number: _Place(number) for number in taken}
+        new = {number: _Slot(number) for number in taken}
         self.held |= new
         self.stores.append(_Job(list(new.values()), output.store_spec))
 
     def _end_store(self, rng: random.Random, manager: OffloadingManager) -> None:
-        """End a store, not always the oldest. If a chunk is absent by now, only its place comes back."""
+        """End a store, not always the oldest. If a chunk is absent by now, only its slot comes back."""
         if not self.stores:
             return
         job, failed = self.stores.pop(rng.randrange(len(self.stores))), rng.random() < 0.3
         manager.complete_store(job.keys, not failed, job.spec)
-        for place in job.places:
-            place.writing = False
-            if failed and self.held.get(place.number) is place:
-                del self.held[place.number]
+        for slot in job.slots:
+            slot.writing = False
+            if failed and self.held.get(slot.number) is slot:
+                del self.held[slot.number]
 
     def _load(self, rng: random.Random, manager: OffloadingManager) -> None:
         ready = self._ready()
@@ -383,8 +381,8 @@ class _Model:
             return
         job = self.loads.pop(rng.randrange(len(self.loads)))
         manager.complete_load(job.keys, job.spec)
-        for place in job.places:
-            place.readers -= 1
+        for slot in job.slots:
+            slot.readers -= 1
 
     def _touch(self, rng: random.Random, manager: OffloadingManager) -> None:
         used = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 10))]
@@ -398,7 +396,7 @@ class _Model:
             manager.reset_cache()
         else:
             manager.discard(keys(*gone))
-        self.held = {n: place for n, place in self.held.items() if n not in gone}
+        self.held = {n: slot for n, slot in self.held.items() if n not in gone}
 
     def events(self, manager: OffloadingManager) -> None:
         """Compare a listener's belief with what is held."""

@@ -10,19 +10,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import make_policy
-from kvtier.tiers.base import Backend, BackendRow
+from kvtier.slot_table import SlotTable
+from kvtier.tiers.base import Backend, BackendRow, RowBuffer
 from kvtier.tiers.seal import SealKey, SealScope
 from kvtier.tiers.shared_tier import SharedTier
-from kvtier.tiers.slot_table import SlotTable
-from kvtier.tiers.slot_tier import SlotTier
-from kvtier.tiers.write_limit import WriteLimit
+from kvtier.tiers.slot_tier import SlotTier, WriteLimit
 
-__all__ = ["MemoryBackend", "MemoryServer", "make_memory_tier", "make_shared_tier"]
+
+class LooseRows(RowBuffer):
+    """Rows that have memories of their own, in any number of pieces. Slots count up as rows are added."""
+
+    def __init__(self) -> None:
+        self.memory = None
+        self._rows: list[tuple[memoryview, ...]] = []
+
+    def add(self, rows: Iterable[tuple[memoryview, ...]]) -> list[int]:
+        """Add rows, given by their pieces, and return their slots."""
+        first = len(self._rows)
+        self._rows += rows
+        return list(range(first, len(self._rows)))
+
+    def __getitem__(self, slot: int) -> tuple[memoryview, ...]:
+        return self._rows[slot]
 
 
 class MemoryBackend(Backend):

@@ -20,8 +20,6 @@ import pytest
 from kvtier.keys import OffloadKey
 from kvtier.policies import CachePolicy, Slots
 
-__all__ = ["PolicySuite"]
-
 
 def slots_of(*slots: int) -> Slots:
     """Return slots in the form for policies."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier.keys import OffloadKey
+from kvtier.residency import MissReason
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
 from kvtier.testing.tier_suite import (
@@ -31,10 +32,8 @@ from kvtier.testing.tier_suite import (
     keys,
 )
 from kvtier.tiers import shared_tier
-from kvtier.tiers.base import Backend, BackendRow, Outcome, Tier, TierMiss
+from kvtier.tiers.base import Backend, BackendRow, Tier
 from kvtier.tiers.seal import SealScope, seal_of
-
-__all__ = ["ROW_BYTES", "SharedTierSuite"]
 
 _SCOPE = SealScope("suite")
 _PATIENCE = 30.0
@@ -71,7 +70,7 @@ class SharedTierSuite(MovingSuite):
 
     # Asking
 
-    def test_what_one_engine_has_written_another_finds(self, drivers: list[TierDriver]) -> None:
+    def test_another_engine_finds_written_rows(self, drivers: list[TierDriver]) -> None:
         first, second = self.drive(drivers), self.drive(drivers)
         first.store(1, 2, 3)
         assert first.tier.lookup_many(keys(1, 2, 3)) == [True] * 3, "it knows what it has written"
@@ -80,7 +79,7 @@ class SharedTierSuite(MovingSuite):
         assert self.ask(second, 1, 2, 3, 4) == [True, True, True, False]
         assert second.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
         assert second.tier.explain(key(1)) is None
-        assert second.tier.explain(key(4)) is TierMiss.NEVER_STORED
+        assert second.tier.explain(key(4)) is MissReason.NEVER_STORED
         self.expect_held(second)
 
     def test_asking_is_done_once_and_remembered_for_a_while(self, drivers: list[TierDriver]) -> None:
@@ -94,7 +93,7 @@ class SharedTierSuite(MovingSuite):
         assert self.ask(second, 1, 2) == [True, False]
         assert second.tier.stats().questions == 1
         second.clock.now += 2
-        assert second.tier.lookup_many(keys(1, 2)) == [True, None], "a no is forgotten sooner"
+        assert second.tier.lookup_many(keys(1, 2)) == [True, None], "a no is forgotten earlier"
         first.store(2)
         assert self.ask(second, 1, 2) == [True, True]
         second.clock.now += 60
@@ -116,14 +115,14 @@ class SharedTierSuite(MovingSuite):
         driver.store(1, 2)
         stranger.delete([_row(1)])
         assert driver.tier.lookup_many(keys(1, 2)) == [True, True]
-        assert driver.fetch(1, 2) == {1: Outcome.ABSENT, 2: content(2)}
+        assert driver.fetch(1, 2) == {1: MissReason.EVICTED, 2: content(2)}
         assert driver.tier.lookup_many(keys(1, 2)) == [False, True]
-        assert driver.tier.explain(key(1)) is TierMiss.EVICTED
+        assert driver.tier.explain(key(1)) is MissReason.EVICTED
         assert driver.tier.stats().suspended is None
         driver.store(1)
         assert driver.fetch(1) == {1: content(1)}
 
-    def test_what_was_evicted_is_written_again(self, drivers: list[TierDriver], stranger: Backend) -> None:
+    def test_evicted_rows_are_written_again(self, drivers: list[TierDriver], stranger: Backend) -> None:
         driver = self.drive(drivers)
         driver.store(1)
         assert driver.demote(1)[1] == [], "it is there"
@@ -131,7 +130,7 @@ class SharedTierSuite(MovingSuite):
         driver.clock.now += 60
         assert driver.demote(1)[1] == [], "nobody knows better"
         assert self.ask(driver, 1) == [False]
-        assert driver.tier.explain(key(1)) is TierMiss.EVICTED
+        assert driver.tier.explain(key(1)) is MissReason.EVICTED
         driver.store(1)
 
     def test_a_row_that_is_gone_puts_the_others_in_doubt(
@@ -142,7 +141,7 @@ class SharedTierSuite(MovingSuite):
         driver.store(1, 2, 3)
         stranger.delete([_row(number) for number in (1, 2, 3)])
         driver.clock.now += 0.1
-        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert driver.fetch(1) == {1: MissReason.EVICTED}
         assert driver.tier.lookup_many(keys(1, 2, 3)) == [False, None, None]
         driver.store(1, 2, 3)
         assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
@@ -168,20 +167,20 @@ class SharedTierSuite(MovingSuite):
         for engine in engines:
             engine.faulty.release()
         for engine, job in zip(engines, jobs, strict=True):
-            assert engine.finish(job) == {key(1): Outcome.DONE}
+            assert engine.finish(job) == {key(1): None}
         for engine in engines:  # a server may say that it has a row which the other is still writing
             assert engine.fetch(1) == {1: content(1)}
 
-    def test_what_is_being_written_is_not_read(self, drivers: list[TierDriver]) -> None:
+    def test_rows_being_written_are_not_read(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.faulty.hang()
         writing, _ = driver.demote(1)
-        assert driver.tier.explain(key(1)) is TierMiss.WRITING
-        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert driver.tier.explain(key(1)) is MissReason.WRITING
+        assert driver.fetch(1) == {1: MissReason.EVICTED}
         assert driver.demote(1)[1] == []
         driver.tier.discard(keys(1))  # it is deleted when it has been written
         driver.faulty.release()
-        assert driver.finish(writing) == {key(1): Outcome.DONE}
+        assert driver.finish(writing) == {key(1): None}
         assert not driver.tier.lookup(key(1))
         driver.wait(lambda: bool(driver.demote(1, version=1)[1]))
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
@@ -190,7 +189,7 @@ class SharedTierSuite(MovingSuite):
     # Namespaces
 
     @pytest.mark.parametrize("forge", ["seal", "bytes", "swapped", "short", "long"])
-    def test_what_is_forged_is_a_miss(
+    def test_forged_rows_are_misses(
         self, drivers: list[TierDriver], stranger: Backend, forge: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shared_tier, "_LARGE_ROW", ROW_BYTES)  # it is not written where one is
@@ -199,7 +198,7 @@ class SharedTierSuite(MovingSuite):
         stranger.write([_forged(forge)])
         assert self.ask(driver, 1) == [True]
         (outcome,) = driver.fetch(1).values()
-        assert outcome in (Outcome.FAILED_CHECK, Outcome.ABSENT)
+        assert outcome in (MissReason.FAILED, MissReason.EVICTED)
         assert driver.tier.lookup(key(1)) is False
         driver.wait(lambda: bool(driver.demote(1)[1]))
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
@@ -214,12 +213,12 @@ class SharedTierSuite(MovingSuite):
         killed, other = self.drive(drivers), self.drive(drivers)
         with monkeypatch.context() as patch:
             patch.setattr(killed.faulty, "delete", lambda rows: None)  # as if it had been killed before
-            assert killed.fetch(1) == {1: Outcome.FAILED_CHECK}
+            assert killed.fetch(1) == {1: MissReason.FAILED}
             killed.tier.discard(keys(1))
             self._wait_idle(killed)
         assert stranger.contains([_row(1)]) == [True]
         assert self.ask(other, 1) == [True]
-        assert other.fetch(1) == {1: Outcome.FAILED_CHECK}
+        assert other.fetch(1) == {1: MissReason.FAILED}
         self._wait_idle(other)
         assert stranger.contains([_row(1)]) == [False]
         other.store(1)
@@ -270,7 +269,7 @@ class SharedTierSuite(MovingSuite):
         driver.clock.now += 2
         assert driver.tier.lookup_many(keys(5, 6)) == [False, False], "before anybody polls"
         driver.poll()
-        assert driver.tier.explain(key(5)) is TierMiss.NO_ANSWER
+        assert driver.tier.explain(key(5)) is MissReason.TOO_SLOW
         assert driver.tier.lookup_many(keys(7, 8)) == [False, False], "nobody else is held up"
         driver.tier.ask(keys(7, 8), driver.clock.now + 2)
         assert driver.tier.lookup_many(keys(7, 8)) == [False, False]
@@ -317,7 +316,7 @@ class SharedTierSuite(MovingSuite):
             if driver.tier.stats().suspended is None:
                 assert self.ask(driver, number) == [False]
         assert driver.tier.stats().suspended == "Connection refused"
-        assert driver.tier.explain(key(1)) is TierMiss.SUSPENDED
+        assert driver.tier.explain(key(1)) is MissReason.SUSPENDED
         for _ in range(50):  # for minutes
             driver.clock.now += 5
             driver.poll()
@@ -333,11 +332,13 @@ class SharedTierSuite(MovingSuite):
         while driver.tier.stats().suspended is not None:
             driver.clock.now += seconds
             driver.poll()
-            driver.wait(lambda: not driver.tier._probing)  # type: ignore[attr-defined]
+            driver.wait(lambda: not driver.tier._probing.is_running)  # type: ignore[attr-defined]
 
     # Opening
 
-    def test_what_cannot_be_opened_is_a_miss_and_tried_again(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_server_that_cannot_be_opened_is_a_miss_and_retried(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         clock, attempts = StandingClock(), 0
 
         def open_backend() -> Backend:
@@ -353,8 +354,8 @@ class SharedTierSuite(MovingSuite):
         driver = TierDriver(tier, FaultyBackend(MemoryServer()), clock)
         driver.wait(lambda: tier.problem is not None)
         assert tier.lookup_many(keys(1, 2)) == [False, False]
-        assert tier.explain(key(1)) is TierMiss.NOT_OPEN
-        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert tier.explain(key(1)) is MissReason.NOT_OPEN
+        assert driver.fetch(1) == {1: MissReason.NOT_OPEN}
         assert driver.demote(1)[1] == []
         assert tier.stats().state == "valkey tier: Connection refused"
 
@@ -379,7 +380,7 @@ class SharedTierSuite(MovingSuite):
         assert tier.wait_open(_PATIENCE)
         assert tier.lookup_many(keys(1)) == [None], "a request may wait for it"
         assert tier.lacks_namespace()
-        assert tier.explain(key(1)) is TierMiss.NOT_OPEN
+        assert tier.explain(key(1)) is MissReason.NOT_OPEN
         names.append("suite")
         assert tier.lookup_many(keys(1)) == [None], "it can be asked about now"
         assert tier.explain(key(1)) is None

@@ -17,17 +17,17 @@ import errno
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
-from kvtier.tiers.base import LentRow, Outcome, Tier, TierChange, TierJob, TierMiss, TierResult
-
-__all__ = ["ROW_BYTES", "MovingSuite", "StandingClock", "TierDriver", "TierSuite"]
+from kvtier.testing.memory_tier import LooseRows
+from kvtier.tiers.base import Direction, RowJob, Tier, TierResult
 
 ROW_BYTES = 4096
 _PATIENCE = 30.0
@@ -66,50 +66,62 @@ class TierDriver:
     faulty: FaultyBackend
     clock: StandingClock
     results: list[TierResult] = field(default_factory=list)
+    jobs: dict[int, RowJob] = field(default_factory=dict)
     memory: dict[int, dict[OffloadKey, bytearray]] = field(default_factory=dict)
-    """The lent memory, by job."""
-    open_rows: Counter[int] = field(default_factory=Counter)
-    events: list[TierChange] = field(default_factory=list)
-    _job_id: int = 0
+    """The memory of the rows, by job."""
+    events: list[OffloadingEvent] = field(default_factory=list)
+    buffer: LooseRows = field(default_factory=LooseRows)
+
+    def __post_init__(self) -> None:
+        self.tier.set_buffer(self.buffer)
 
     def demote(
         self, *numbers: int, version: int = 0, deadline: float = 1e9, cuts: int = 1
     ) -> tuple[int, list[OffloadKey]]:
         """Offer rows; return the job and the keys that were taken."""
-        job = self._job(
-            {key(number): bytearray(content(number, version)) for number in numbers}, deadline, cuts
-        )
+        memory = {key(number): bytearray(content(number, version)) for number in numbers}
+        job = self._job(Direction.DEMOTE, memory, deadline, cuts)
         taken = self.tier.demote(job)
-        self.open_rows[job.job_id] = len(taken)
-        return job.job_id, taken
+        job.lent.intersection_update(taken)
+        return job.job_id, [job.keys[at] for at in taken]
 
     def promote(self, *numbers: int, deadline: float = 1e9) -> int:
         """Ask for rows; return the job."""
-        job = self._job({key(number): bytearray(ROW_BYTES) for number in numbers}, deadline)
-        self.open_rows[job.job_id] = len(job.rows)
+        memory = {key(number): bytearray(ROW_BYTES) for number in numbers}
+        job = self._job(Direction.PROMOTE, memory, deadline)
         self.tier.promote(job)
         return job.job_id
 
-    def _job(self, memory: dict[OffloadKey, bytearray], deadline: float, cuts: int = 1) -> TierJob:
-        self._job_id += 1
-        self.memory[self._job_id] = memory
-        size = ROW_BYTES // cuts
-        rows = tuple(
-            LentRow(
-                name,
-                tuple(memoryview(row)[at : at + size] for at in range(0, ROW_BYTES, size)),
-                b"about " + name,
-            )
-            for name, row in memory.items()
+    def withdraw(self, job_id: int, *numbers: int) -> list[OffloadKey]:
+        """Take back rows of a job, or all; return the keys of those that no thread had begun."""
+        job = self.jobs[job_id]
+        positions = [job.keys.index(key(number)) for number in numbers] if numbers else None
+        withdrawn = self.tier.withdraw(job, positions)
+        job.lent.difference_update(withdrawn)
+        return [job.keys[at] for at in withdrawn]
+
+    def _job(
+        self, direction: Direction, memory: dict[OffloadKey, bytearray], deadline: float, cuts: int = 1
+    ) -> RowJob:
+        size, names = ROW_BYTES // cuts, list(memory)
+        slots = self.buffer.add(
+            tuple(memoryview(row)[at : at + size] for at in range(0, ROW_BYTES, size))
+            for row in memory.values()
         )
-        return TierJob(self._job_id, rows, deadline)
+        job_id = len(self.jobs) + 1
+        self.memory[job_id] = memory
+        self.jobs[job_id] = RowJob(
+            job_id, direction, names, np.array(slots), deadline, lambda at: b"about " + names[at]
+        )
+        return self.jobs[job_id]
 
     def poll(self) -> list[TierResult]:
-        """Poll once, and count results."""
+        """Poll once, and record results."""
         new = self.tier.poll()
         for result in new:
             if not result.in_use:
-                self.open_rows[result.job_id] -= len(result.keys)
+                assert result.job.lent.issuperset(result.positions), "a row ended twice"
+                result.job.lent.difference_update(result.positions)
         self.results += new
         self.events += self.tier.take_events()
         return new
@@ -123,23 +135,24 @@ class TierDriver:
             self.tier.wait_any(0.01)
         raise AssertionError("it did not come true")
 
-    def finish(self, *jobs: int) -> dict[OffloadKey, Outcome]:
-        """Wait until jobs are over and return the outcomes of their rows."""
-        self.wait(lambda: all(self.open_rows[job] <= 0 for job in jobs))
-        return {name: r.outcome for r in self.results if r.job_id in jobs for name in r.keys}
+    def finish(self, *jobs: int) -> dict[OffloadKey, MissReason | None]:
+        """Wait until jobs are over and return the outcomes of their rows; `None` means that a row moved."""
+        self.wait(lambda: not any(self.jobs[job].lent for job in jobs))
+        ended = [r for r in self.results if r.job.job_id in jobs and not r.returned]
+        return {name: result.outcome for result in ended for name in result.keys}
 
     def store(self, *numbers: int, version: int = 0) -> None:
         """Demote rows and wait for the results."""
         job, taken = self.demote(*numbers, version=version)
         assert taken == keys(*numbers)
-        assert set(self.finish(job).values()) == {Outcome.DONE}
+        assert set(self.finish(job).values()) == {None}
 
-    def fetch(self, *numbers: int) -> dict[int, bytes | Outcome]:
+    def fetch(self, *numbers: int) -> dict[int, bytes | MissReason]:
         """Promote rows, wait for the results, and return the bytes, or the outcome of a failed row."""
         job = self.promote(*numbers)
         outcomes = self.finish(job)
         return {
-            number: bytes(self.memory[job][key(number)]) if outcome is Outcome.DONE else outcome
+            number: bytes(self.memory[job][key(number)]) if outcome is None else outcome
             for number in numbers
             for outcome in [outcomes[key(number)]]
         }
@@ -199,11 +212,12 @@ class MovingSuite:
         """The memory of each row is filled, also beside a row that is not held."""
         driver = self.drive(drivers)
         driver.store(1)
-        rows = [LentRow(name, (memoryview(bytearray(ROW_BYTES)),)) for name in keys(1, 2, 1)]
-        driver.open_rows[7] = len(rows)
-        driver.tier.promote(TierJob(7, rows, 1e9))
-        assert driver.finish(7)[key(2)] is Outcome.ABSENT
-        assert [bytes(row.pieces[0]) for row in (rows[0], rows[2])] == [content(1)] * 2
+        rows = [bytearray(ROW_BYTES) for _ in range(3)]
+        slots = np.array(driver.buffer.add((memoryview(row),) for row in rows))
+        driver.jobs[7] = RowJob(7, Direction.PROMOTE, keys(1, 2, 1), slots, 1e9)
+        driver.tier.promote(driver.jobs[7])
+        assert driver.finish(7)[key(2)] is MissReason.EVICTED
+        assert [bytes(rows[at]) for at in (0, 2)] == [content(1)] * 2
 
     def test_rows_of_several_pieces(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
@@ -211,17 +225,17 @@ class MovingSuite:
         driver.finish(job)
         assert driver.fetch(1) == {1: content(1)}
 
-    def test_what_is_not_held_is_a_result(self, drivers: list[TierDriver]) -> None:
+    def test_rows_not_held_are_results(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.store(1)
-        assert driver.fetch(7, 1, 8) == {7: Outcome.ABSENT, 1: content(1), 8: Outcome.ABSENT}
+        assert driver.fetch(7, 1, 8) == {7: MissReason.EVICTED, 1: content(1), 8: MissReason.EVICTED}
 
     def test_discarded_rows_are_gone(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 2)
         driver.store(1, 2)
         driver.tier.discard(keys(1, 9))
         assert driver.tier.lookup_many(keys(1, 2)) == [False, True]
-        assert driver.tier.explain(key(1)) is TierMiss.FAILED_CHECK
+        assert driver.tier.explain(key(1)) is MissReason.FAILED
         driver.poll()
         self.expect_held(driver, 2)
         driver.wait(lambda: bool(driver.demote(1, version=1)[1]))
@@ -245,23 +259,23 @@ class MovingSuite:
         driver.faulty.release()
         driver.finish(*busy)
 
-    def test_what_is_withdrawn_is_free_at_once(self, drivers: list[TierDriver]) -> None:
+    def test_withdrawn_rows_are_free_at_once(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.store(9)
         driver.faulty.hang()
         busy = [driver.promote(9) for _ in range(2)]
         driver.wait(lambda: driver.tier.stats().queued_bytes == 0)
         job, taken = driver.demote(1, 2, 3)
-        assert driver.tier.withdraw(job, keys(2)) == keys(2)
+        assert driver.withdraw(job, 2) == keys(2)
         assert not driver.tier.lookup(key(2))
-        assert driver.tier.explain(key(2)) is TierMiss.REFUSED
+        assert driver.tier.explain(key(2)) is MissReason.REFUSED
         assert driver.tier.stats().dropped == 1
         wanted = driver.promote(9)
-        assert driver.tier.withdraw(wanted) == keys(9)
-        assert driver.tier.withdraw(wanted) == driver.tier.withdraw(12345) == []
+        assert driver.withdraw(wanted) == keys(9)
+        assert driver.withdraw(wanted) == []
         driver.faulty.release()
-        driver.open_rows[job] -= 1
-        assert driver.finish(job, *busy) == dict.fromkeys([*keys(1, 3), key(9)], Outcome.DONE)
+        assert driver.finish(job, *busy) == dict.fromkeys([*keys(1, 3), key(9)])
+        assert driver.withdraw(job) == [], "it is over"
         assert len(taken) == 3
 
     # Late, stuck, failing
@@ -274,11 +288,11 @@ class MovingSuite:
         assert driver.faulty.hanging.wait(_PATIENCE)
         driver.clock.now += 2
         (result,) = driver.poll()
-        assert (result.outcome, result.in_use) == (Outcome.LATE, True)
+        assert (result.outcome, result.in_use) == (MissReason.TOO_SLOW, True)
         assert driver.tier.stats().stuck == 1
         driver.faulty.release()
         driver.finish(job)
-        assert driver.results[-1].outcome is Outcome.RETURNED
+        assert driver.results[-1].returned
         assert driver.tier.stats().stuck == 0
 
     def test_a_late_demotion_may_still_arrive(self, drivers: list[TierDriver]) -> None:
@@ -289,7 +303,8 @@ class MovingSuite:
         driver.clock.now += 1
         driver.poll()
         driver.faulty.release()
-        assert driver.finish(job) == {key(1): Outcome.RETURNED}
+        assert driver.finish(job) == {key(1): MissReason.TOO_SLOW}
+        assert (driver.results[-1].returned, driver.results[-1].outcome) == (True, None)
         self._wait_resumed(driver)
         assert driver.fetch(1) == {1: content(1)}
         self.expect_held(driver, 1)
@@ -304,8 +319,8 @@ class MovingSuite:
         driver.poll()
         assert driver.tier.stats().suspended is not None
         assert driver.tier.lookup_prefix(keys(2, 3)) == 0, "nobody is promised anything"
-        assert driver.tier.explain(key(2)) is TierMiss.SUSPENDED
-        assert driver.fetch(2) == {2: Outcome.SUSPENDED}
+        assert driver.tier.explain(key(2)) is MissReason.SUSPENDED
+        assert driver.fetch(2) == {2: MissReason.SUSPENDED}
         assert driver.demote(5)[1] == []
         for _ in range(100):  # probes come and hang too
             driver.clock.now += 10
@@ -333,7 +348,7 @@ class MovingSuite:
         while driver.tier.stats().suspended is None:
             tried += 1
             (outcome,) = driver.fetch(1 + tried % 4).values()
-            assert outcome is Outcome.FAILED
+            assert outcome is MissReason.IO_FAILED
         assert tried <= 5
         assert os.strerror(code) in (driver.tier.stats().suspended or "")
         driver.faulty.broken = None
@@ -348,8 +363,8 @@ class MovingSuite:
         driver.faulty.full = True
         while driver.tier.stats().suspended is None:
             job, _ = driver.demote(2)
-            assert driver.finish(job) == {key(2): Outcome.FAILED}
-        assert driver.tier.explain(key(2)) is TierMiss.FAILED
+            assert driver.finish(job) == {key(2): MissReason.IO_FAILED}
+        assert driver.tier.explain(key(2)) is MissReason.IO_FAILED
         assert driver.demote(3)[1] == []
         assert driver.fetch(1) == {1: content(1)}
         driver.faulty.full = False
@@ -360,8 +375,8 @@ class MovingSuite:
         driver = self.drive(drivers)
         driver.store(1, 2)
         driver.faulty.flip_next = True
-        assert driver.fetch(1) == {1: Outcome.FAILED_CHECK}
-        assert driver.tier.explain(key(1)) is TierMiss.FAILED_CHECK
+        assert driver.fetch(1) == {1: MissReason.FAILED}
+        assert driver.tier.explain(key(1)) is MissReason.FAILED
         assert driver.tier.stats().failed_checks == 1
         assert driver.fetch(2) == {2: content(2)}
         self.expect_held(driver, 2)
@@ -390,15 +405,17 @@ class MovingSuite:
         writing, _ = driver.demote(3)
         driver.tier.reset("first")
         assert not any(driver.tier.lookup_many(keys(1, 2, 3)))
-        assert driver.tier.explain(key(1)) is TierMiss.CLEARED
+        assert driver.tier.explain(key(1)) is MissReason.CLEARED
         driver.poll()
-        assert {r.outcome for r in driver.results if r.job_id in (reading, writing)} == {Outcome.RESET}
+        assert {r.outcome for r in driver.results if r.job.job_id in (reading, writing)} == {
+            MissReason.CLEARED
+        }
         driver.faulty.release()
         driver.finish(reading, writing)
         self.expect_held(driver)
         driver.wait(lambda: bool(driver.demote(1, version=1)[1]))
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
-        assert driver.fetch(1, 2, 3) == {1: content(1, 1), 2: Outcome.ABSENT, 3: Outcome.ABSENT}
+        assert driver.fetch(1, 2, 3) == {1: content(1, 1), 2: MissReason.EVICTED, 3: MissReason.EVICTED}
         driver.tier.check()
 
     # Ends
@@ -407,7 +424,7 @@ class MovingSuite:
         driver = self.drive(drivers, 64)
         job, taken = driver.demote(*range(64))
         assert driver.tier.close(_PATIENCE)
-        assert set(driver.finish(job).values()) == {Outcome.DONE}
+        assert set(driver.finish(job).values()) == {None}
         assert len(taken) == 64
         assert driver.demote(99)[1] == []
         assert driver.tier.lookup(key(1)) is False
@@ -419,7 +436,7 @@ class MovingSuite:
         job, _ = driver.demote(1)
         assert driver.faulty.hanging.wait(_PATIENCE)
         assert driver.tier.close(0.05) is False, "a call still uses the memory"
-        assert [(result.outcome, result.in_use) for result in driver.poll()] == [(Outcome.LATE, True)]
+        assert [(result.outcome, result.in_use) for result in driver.poll()] == [(MissReason.TOO_SLOW, True)]
         driver.faulty.release()
         driver.finish(job)
 
@@ -444,7 +461,7 @@ class TierSuite(MovingSuite):
     def test_rows_come_back(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         assert driver.tier.lookup_prefix(keys(1, 2)) == 0
-        assert driver.tier.explain(key(1)) is TierMiss.NEVER_STORED
+        assert driver.tier.explain(key(1)) is MissReason.NEVER_STORED
         driver.store(1, 2, 3)
         assert driver.tier.lookup_prefix(keys(1, 2, 3, 4)) == 3
         assert driver.tier.lookup_many(keys(4, 3, 2)) == [False, True, True]
@@ -454,31 +471,33 @@ class TierSuite(MovingSuite):
         stats = driver.tier.stats()
         assert (stats.used, stats.demoted, stats.promoted) == (3, 3, 2)
 
-    def test_what_is_held_or_being_written_is_not_taken(self, drivers: list[TierDriver]) -> None:
+    def test_rows_held_or_being_written_are_not_taken(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.store(1)
         driver.faulty.hang()
         job, taken = driver.demote(2)
         assert taken == keys(2)
-        assert driver.demote(1, 2, 3)[1] == keys(3)
+        part, taken = driver.demote(1, 2, 3, version=1)
+        assert taken == keys(3)
         assert driver.tier.lookup(key(2)) is False, "it is being written"
-        assert driver.tier.explain(key(2)) is TierMiss.WRITING
+        assert driver.tier.explain(key(2)) is MissReason.WRITING
         driver.faulty.release()
-        driver.finish(job)
+        driver.finish(job, part)
         assert driver.tier.lookup(key(2)) is True
+        assert driver.fetch(1, 2, 3) == {1: content(1), 2: content(2), 3: content(3, 1)}
 
-    def test_a_full_tier_evicts_and_says_so_first(self, drivers: list[TierDriver]) -> None:
+    def test_a_full_tier_announces_the_eviction_first(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 4)
         driver.store(1, 2)
         driver.store(3, 4)
         driver.tier.touch(keys(1, 2))
         driver.store(5, 6)
         assert driver.tier.lookup_many(keys(1, 2, 3, 4, 5, 6)) == [True, True, False, False, True, True]
-        assert driver.tier.explain(key(3)) is TierMiss.EVICTED
+        assert driver.tier.explain(key(3)) is MissReason.EVICTED
         assert driver.listener() == set(keys(1, 2, 5, 6))
         assert driver.tier.stats().evicted == 2
 
-    def test_nobody_of_the_offer_leaves_for_it(self, drivers: list[TierDriver]) -> None:
+    def test_no_row_of_the_offer_is_evicted_for_it(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 3)
         driver.store(1, 2, 3)
         assert driver.demote(1, 2, 3, 4)[1] == []
@@ -498,10 +517,12 @@ class TierSuite(MovingSuite):
     def test_a_slot_that_spoils_rows_is_not_used_again(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 1)
         for _ in range(2):
-            driver.wait(lambda: bool(driver.demote(1)[1]) or driver.tier.explain(key(1)) is TierMiss.WRITING)
+            driver.wait(
+                lambda: bool(driver.demote(1)[1]) or driver.tier.explain(key(1)) is MissReason.WRITING
+            )
             driver.wait(lambda: driver.tier.lookup(key(1)) is True)
             driver.faulty.flip_next = True
-            assert driver.fetch(1) == {1: Outcome.FAILED_CHECK}
+            assert driver.fetch(1) == {1: MissReason.FAILED}
         for _ in range(20):
             driver.poll()
             assert driver.demote(1)[1] == []
@@ -527,14 +548,13 @@ def churn(driver: TierDriver, source: random.Random, calls: int, version: int = 
                 tier.reset(f"{version}")
             case 10:
                 clock.now += source.choice((0.1, 2.0))
-            case 11 if driver.open_rows:
-                job = source.choice(list(driver.open_rows))
-                driver.open_rows[job] -= len(tier.withdraw(job))
+            case 11 if driver.jobs:
+                driver.withdraw(source.choice(list(driver.jobs)))
         driver.poll()
         _expect_right(driver, jobs)
         if call % 10 == 0:
             tier.wait_any(0.01)
-    driver.wait(lambda: all(left <= 0 for left in driver.open_rows.values()))
+    driver.wait(lambda: not any(job.lent for job in driver.jobs.values()))
     _expect_right(driver, jobs)
     tier.check()
     return version
@@ -543,8 +563,8 @@ def churn(driver: TierDriver, source: random.Random, calls: int, version: int = 
 def _expect_right(driver: TierDriver, jobs: dict[int, int]) -> None:
     """Check that every successful promotion has the bytes of its chunk, in the requested version."""
     for result in driver.results:
-        if result.outcome is Outcome.DONE and result.job_id in jobs:
+        job = result.job.job_id
+        if result.outcome is None and not result.returned and job in jobs:
             for name in result.keys:
-                number = int(name[:32])
-                assert driver.memory[result.job_id][name] == content(number, jobs[result.job_id])
+                assert driver.memory[job][name] == content(int(name[:32]), jobs[job])
     driver.results.clear()

@@ -11,18 +11,16 @@ On the CPU and in float32 only. Any thread, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtier.engine.model import ForwardBatch, SequenceSlice, run_to_end, split_kv
-from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.config import ModelConfig, RopeConfig
+from kvtier.engine.model import ForwardBatch, SequenceSlice, split_kv
 from kvtier.engine.sampling import SamplingParams, sample
-
-__all__ = ["ToyModel"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -76,23 +74,12 @@ class ToyModel:
         block_size: int,
     ) -> Tensor:
         """Write the batch's K and V into the caches and return the logits after each sequence's last row."""
-        return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
-
-    def forward_by_layer(
-        self,
-        batch: ForwardBatch,
-        kv_caches: Mapping[str, Tensor],
-        group_of_layer: Sequence[int],
-        block_size: int,
-    ) -> Generator[str, None, Tensor]:
-        """Do the work of `forward`, but yield the name of each layer before running it."""
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
         state = np.zeros_like(tokens)
         for layer, name in enumerate(self.config.layer_names):
-            yield name
             group, window = group_of_layer[layer], self.config.sliding_windows[layer]
             k, v = (pages.numpy() for pages in split_kv(kv_caches[name]))
-            blocks, offsets = np.divmod(batch.places[group].numpy(), block_size)
+            blocks, offsets = np.divmod(batch.slots[group].numpy(), block_size)
             k[blocks, offsets] = self._page(positions, k.shape[2:])
             v[blocks, offsets] = self._page(self._values(tokens, positions, state, layer), v.shape[2:])
             state = np.concatenate(

@@ -7,177 +7,179 @@ reports their results through `poll`. None of its methods blocks except `wait_an
 half a second at most, `discard` and `reset`. A `Backend` blocks, knows nothing of requests or policies, and
 is called by I/O threads only. Seals are put on and checked between the two.
 
-Memory is lent: from the call that takes a job until a result says that a row's memory is free, no other
-code may write that memory (promotions) or change it (demotions). Late means failed, not freed: a result may
-be out while a call still uses the memory, and a second result then says when that call has ended. Nothing
-here imports an engine.
+Rows travel as one record in columns, a `RowJob`, from the manager to the I/O threads and back. The manager
+owns the slots of its pool, the tier owns the addresses at which it keeps rows, and the threads own the
+outcomes. A row is named by its position in the job.
+
+From the call that takes a job until a result says that a row's memory is free, no other code may write that
+memory (promotions) or change it (demotions). Late means failed, not freed: a result may be out while a call
+still uses the memory, and a second result then says when that call has ended. Nothing here imports an
+engine.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple, overload
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
-
-__all__ = [
-    "MEDIUM_CPU",
-    "MEDIUM_STORAGE",
-    "Backend",
-    "BackendRow",
-    "LentRow",
-    "LentRows",
-    "Outcome",
-    "Tier",
-    "TierChange",
-    "TierJob",
-    "TierMiss",
-    "TierResult",
-    "TierStats",
-]
+from kvtier.policies import Slots
+from kvtier.residency import MissReason, OffloadingEvent
+from kvtier.tiers.seal import SealScope
 
 MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
 
 
-def _total_bytes(pieces: tuple[memoryview, ...]) -> int:
-    return pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
+class Direction(IntEnum):
+    """The direction in which rows move. The lower value goes first."""
+
+    PROMOTE = 0
+    DEMOTE = 1
 
 
-class LentRow(NamedTuple):
-    """The memory of one row of a job, lent to the tier, and the chunk's description for events (opaque).
+class RowBuffer:
+    """The memory of the rows of all jobs: `buffer[slot]` is the memory of the row in a slot of the pool.
 
-    A piece is bytes without gaps (`array.data` of a numpy row); a row may have several, e.g. K and V apart.
-    Pieces that begin and end at multiples of 4,096 bytes are moved as they are; others may be copied.
+    A row is the first `row_bytes` of its slot, and slots lie `slot_bytes` apart. Any thread may index it.
     """
 
-    key: OffloadKey
-    pieces: tuple[memoryview, ...]
-    description: bytes = b""
+    memory: memoryview | None
+    """The whole memory, for backends that register it; `None` if rows do not lie in one memory."""
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all pieces."""
-        return _total_bytes(self.pieces)
+    def __init__(self, memory: memoryview, slot_bytes: int, row_bytes: int | None = None) -> None:
+        self.memory, self._slot_bytes = memory, slot_bytes
+        self._row_bytes = slot_bytes if row_bytes is None else row_bytes
+
+    def __getitem__(self, slot: int) -> tuple[memoryview, ...]:
+        """Return the pieces of memory of a row, each without gaps."""
+        assert self.memory is not None
+        start = slot * self._slot_bytes
+        return (self.memory[start : start + self._row_bytes],)
+
+    def release(self) -> None:
+        """Let go of the memory. No call may use it any more."""
+        self.memory = memoryview(b"")
 
 
-class LentRows(Sequence[LentRow]):
-    """Rows that share one memory; the thread that moves a row builds it, not the thread that lends it.
+_NO_SCOPE = SealScope("")
 
-    `piece_of` returns the memory of a slot, `describe` the n-th row's description for events. Any thread
-    may call both.
+
+def _no_description(_position: int) -> bytes:
+    return b""
+
+
+@dataclass(eq=False, slots=True)
+class RowJob:
+    """Rows to promote or to demote, in columns and in the order of their prefix: the first are moved first.
+
+    The manager makes the job and fills in the first columns. It chooses `job_id`, unique among its jobs in
+    this tier. Rows that have not moved at `deadline` (of the tier's clock, by default `time.monotonic`) are
+    late. Promotions always go before demotions; of two jobs of one direction the older goes first.
     """
 
-    __slots__ = ("_describe", "_piece_of", "_slots", "keys")
+    job_id: int
+    direction: Direction
+    keys: list[OffloadKey]
+    slots: Slots
+    """The slots of the pool from which, or into which, the rows are moved."""
+    deadline: float
+    describe: Callable[[int], bytes] = _no_description
+    """Returns the description for events of the row at a position (opaque). Any thread may call it."""
+    lent: set[int] = field(init=False)
+    """The positions of rows whose memory the tier may use. The manager removes those that are free again."""
 
-    def __init__(
-        self,
-        keys: list[OffloadKey],
-        slots: list[int],
-        piece_of: Callable[[int], memoryview],
-        describe: Callable[[int], bytes] = lambda at: b"",
-    ) -> None:
-        self.keys, self._slots, self._piece_of, self._describe = keys, slots, piece_of, describe
+    addresses: Slots | None = None
+    """Where the tier keeps each row, if the tier decides that. Set by the tier, as are the next two."""
+    may_exist: frozenset[int] = frozenset()
+    """The positions of rows to demote that the backend may have already; it is asked before they are sent.
+    """
+    scope: SealScope = _NO_SCOPE
+    """The owner of the rows' bytes, to which their seals are bound."""
+
+    outcomes: list[MissReason | None] = field(init=False)
+    """Why each row was not moved; `None` for a row that was moved, or has not ended. Written by the threads
+    that move rows, and for rows that no thread has begun by the tier.
+    """
+    errors: dict[int, str] = field(default_factory=dict)
+    """The errors of failed rows in words for people, by position."""
+    given_up: MissReason | None = None
+    """Why the whole job was given up. Its calls may go on, and write the true outcomes of their rows."""
+    queued: list[int] = field(default_factory=list)
+    """The positions of rows that no thread has begun, in order. Kept by `tiers/io_threads`."""
+    running: set[RowBatch] = field(default_factory=set)
+    """The batches of rows whose end `poll` has not reported. Kept by `tiers/io_threads`."""
+
+    def __post_init__(self) -> None:
+        self.lent = set(range(len(self.keys)))
+        self.outcomes = [None] * len(self.keys)
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    @overload
-    def __getitem__(self, at: int) -> LentRow: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[LentRow]: ...
-    def __getitem__(self, at: int | slice) -> LentRow | list[LentRow]:
-        if isinstance(at, slice):
-            return [self[index] for index in range(*at.indices(len(self)))]
-        return LentRow(self.keys[at], (self._piece_of(self._slots[at]),), self._describe(at))
+    def begun(self) -> list[int]:
+        """Return the positions of the rows that threads have claimed and `poll` has not reported."""
+        return sorted(at for batch in self.running for at in batch.positions)
+
+    def positions_of(self, keys: list[OffloadKey]) -> list[int]:
+        """Return the positions of distinct keys of the job that are given in its order."""
+        if len(keys) == len(self.keys):
+            return list(range(len(keys)))
+        positions = {key: at for at, key in enumerate(self.keys)}
+        return [positions[key] for key in keys]
+
+    def keys_at(self, positions: list[int]) -> list[OffloadKey]:
+        """Return the keys of some rows; of all rows, in the order of the job."""
+        keys = self.keys
+        return keys if len(positions) == len(keys) else [keys[at] for at in positions]
+
+    def slots_at(self, positions: list[int]) -> Slots:
+        """Return the slots of some rows, in the order of `keys_at`."""
+        return self.slots if len(positions) == len(self.keys) else self.slots[positions]
+
+    def addresses_at(self, positions: list[int]) -> Slots:
+        """Return the addresses of some rows, in the order of `keys_at`."""
+        assert self.addresses is not None, "only a tier that has set addresses asks for them"
+        return self.addresses if len(positions) == len(self.keys) else self.addresses[positions]
 
 
-@dataclass(frozen=True, slots=True)
-class TierJob:
-    """Rows to promote or to demote, in the order of their prefix: the first are moved first.
+@dataclass(eq=False, slots=True)
+class RowBatch:
+    """The rows of a job that one I/O thread has claimed for one call of the backend."""
 
-    The caller chooses `job_id`, unique among its jobs in this tier. Rows that have not arrived at
-    `deadline` (of the tier's clock, by default `time.monotonic`) are late. Of two jobs of one direction the
-    one with the lower `priority` goes first, then the older; promotions always go before demotions.
+    job: RowJob
+    positions: list[int]
+    seconds: float = 0.0
+    """The time of the call, once it is over."""
+
+
+@dataclass(eq=False, slots=True)
+class TierResult:
+    """Rows of a job, by position, that ended alike.
+
+    Every row that the tier took appears in one result. Its memory is free from then on unless `in_use`: the
+    row was given up while a call is using its memory. A second result with `returned` then names the row
+    when that call has ended; its `outcome` says how, and concerns only the tier.
     """
 
-    job_id: int
-    rows: Sequence[LentRow]
-    deadline: float
+    job: RowJob
+    positions: list[int]
+    outcome: MissReason | None
+    """Why the rows were not moved; `None` means that they were."""
+    in_use: bool = False
+    returned: bool = False
+    seconds: float = 0.0
+    """The time of the I/O; zero if there was none."""
+    why: str = ""
+    """Explains a failure in words for people."""
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """The keys of its rows. Cheaper than `rows` for callers that need only keys."""
-        return self.rows.keys if isinstance(self.rows, LentRows) else [row.key for row in self.rows]
-
-
-class Outcome(Enum):
-    """The result of one row of a job."""
-
-    DONE = "done"
-    ABSENT = "not held"
-    FAILED_CHECK = "failed its check"
-    FAILED = "could not be read or written"
-    LATE = "too slow"
-    SUSPENDED = "suspended"
-    RESET = "cleared by a reset"
-    RETURNED = "its memory is free"
-    """Follows a result whose memory was still in use."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierResult:
-    """One outcome, shared by some rows of a job.
-
-    Every row that the tier took appears in one result. Its memory is free from then on unless `in_use`;
-    then a second result, `RETURNED`, names the row when the last call that uses its memory has ended.
-    `nbytes` and `seconds` measure the I/O and are zero if there was none. `why` explains a failure in words
-    for people.
-    """
-
-    job_id: int
-    keys: tuple[OffloadKey, ...]
-    outcome: Outcome
-    in_use: bool = False
-    nbytes: int = 0
-    seconds: float = 0.0
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TierChange:
-    """Chunks that can be promoted from now on or, if `removed`, no longer can. Changes come in order.
-
-    `descriptions` has one entry per key if only the tier knows them (after a warm restart). An empty entry
-    means that the tier does not know it either.
-    """
-
-    keys: tuple[OffloadKey, ...]
-    medium: str
-    removed: bool
-    descriptions: tuple[bytes, ...] | None = None
-
-
-class TierMiss(Enum):
-    """Why a tier does not have a chunk, or has it and cannot give it."""
-
-    NEVER_STORED = "never stored"
-    WRITING = "still being written"
-    EVICTED = "evicted"
-    REFUSED = "refused"
-    """Not written: the queue was full, the slot was needed first, or the write limit was reached."""
-    FAILED = "could not be written"
-    FAILED_CHECK = "failed its check"
-    CLEARED = "cleared by a reset"
-    LOST = "lost with its files"
-    SUSPENDED = "suspended"
-    NOT_OPEN = "not open yet"
-    """The namespace is not known, records are being read, or another process is the owner."""
-    NO_ANSWER = "no answer in time"
-    """The tier was asked whether it has the chunk."""
+        """The keys of the rows."""
+        return self.job.keys_at(self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,33 +238,33 @@ class Tier(ABC):
 
     @abstractmethod
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Say for each key whether it can be promoted now; `None`: not known yet, ask again. Starts no I/O.
+        """Return for each key whether it can be promoted now. Starts no I/O.
 
-        A tier that is suspended or not open answers False for every key; while it opens, for a bounded time,
-        `None`.
+        `None` means that it is not known yet, and that the caller should ask again. A tier that is suspended
+        or not open answers False for every key; while it opens, for a bounded time, `None`.
         """
 
     def lookup(self, key: OffloadKey) -> bool | None:
-        """Say whether one key can be promoted now."""
+        """Return whether one key can be promoted now."""
         return self.lookup_many((key,))[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int | None:
-        """Count the leading keys that can be promoted; `None`: the run ends at an unknown key."""
+        """Count the leading keys that can be promoted; `None` if the run ends at an unknown key."""
         for hits, found in enumerate(self.lookup_many(keys)):
             if not found:
                 return None if found is None else hits
         return len(keys)
 
     @abstractmethod
-    def explain(self, key: OffloadKey) -> TierMiss | None:
-        """Say why a key cannot be promoted, as far as the tier remembers; `None`: it can."""
+    def explain(self, key: OffloadKey) -> MissReason | None:
+        """Return why a key cannot be promoted, as far as the tier remembers; `None` if it can."""
 
     def is_open(self) -> bool:
-        """Say whether the tier can move rows at all. A suspended tier is open, too."""
+        """Return whether the tier can move rows at all. A suspended tier is open, too."""
         return True
 
     def takes_rows(self) -> bool:
-        """Say whether the tier takes demotions now. If not, offered rows wait."""
+        """Return whether the tier takes demotions now. If not, offered rows wait."""
         return self.is_open()
 
     @property
@@ -279,23 +281,23 @@ class Tier(ABC):
         """
         return
 
-    def lend(self, memory: memoryview) -> None:
-        """Note the memory that holds the rows of all jobs. Called once, before the first job."""
-        return
+    @abstractmethod
+    def set_buffer(self, buffer: RowBuffer) -> None:
+        """Set the memory that holds the rows of all jobs. Called once, before the first job."""
 
     # -- moving ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def promote(self, job: TierJob) -> None:
+    def promote(self, job: RowJob) -> None:
         """Fill the memory of each row from the tier. Every job is taken; results come by `poll`.
 
-        An absent row or a suspended tier gives an ordinary result, not an exception. After any outcome but
-        `DONE` the contents of the memory are undefined.
+        An absent row or a suspended tier gives an ordinary result, not an exception. The contents of the
+        memory of a row that was not moved are undefined.
         """
 
     @abstractmethod
-    def demote(self, job: TierJob) -> list[OffloadKey]:
-        """Take copies of rows and return the keys that were taken; `poll` returns their results.
+    def demote(self, job: RowJob) -> list[int]:
+        """Take copies of rows and return the positions that were taken; `poll` returns their results.
 
         Rows are refused for these reasons, in this order: the row is held or being written, the write limit
         forbids it, no slot is free, or the queue is full (this cuts off the end of the job). The memory of
@@ -303,8 +305,8 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
-        """Take back the rows of a job (all, or these) that no thread has begun, and return their keys.
+    def withdraw(self, job: RowJob, positions: Sequence[int] | None = None) -> list[int]:
+        """Take back the rows of a job (all, or these) that no thread has begun, and return their positions.
 
         Their memory is free at once and no result follows. Used for demotions whose pool slot is needed,
         and for promotions that no request waits for any longer.
@@ -321,7 +323,7 @@ class Tier(ABC):
     # -- held rows ---------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note a use of these chunks, ordered from the head of a prefix. Absent keys are ignored."""
+        """Record a use of these chunks, ordered from the head of a prefix. Absent keys are ignored."""
         return
 
     @abstractmethod
@@ -337,10 +339,10 @@ class Tier(ABC):
         """Make everything absent for good: no earlier row comes back, in this process or a later one.
 
         Later rows belong to the namespace with this suffix, which no other reset has used. Earlier jobs end
-        as `RESET`. Removals are announced, in slices if there are many. May block as `discard` does.
+        as `CLEARED`. Removals are announced, in slices if there are many. May block as `discard` does.
         """
 
-    def take_events(self) -> list[TierChange]:
+    def take_events(self) -> list[OffloadingEvent]:
         """Drain the changes since the last call, in order."""
         return []
 
@@ -365,7 +367,7 @@ class Tier(ABC):
 
     @abstractmethod
     def has_pending_work(self) -> bool:
-        """Say whether an idle engine should step for this tier: demotions or announcements are under way.
+        """Return whether an idle engine should step for this tier: rows are written or announced.
 
         True only if one was taken or has ended within the last second. Stuck calls and probes never count,
         so that a hung disk does not keep an idle engine stepping.
@@ -383,7 +385,7 @@ class Tier(ABC):
     def close(self, timeout: float = 5.0) -> bool:
         """End the tier: write queued rows while there is time, then give up the rest. Blocks; idempotent.
 
-        False means that a call still uses lent memory, so that memory must outlive the process's threads.
+        False means that a call still uses the buffer, so that memory must outlive the process's threads.
         Results can be polled afterwards.
         """
 
@@ -391,9 +393,11 @@ class Tier(ABC):
 class BackendRow(NamedTuple):
     """A row as a backend gets it.
 
-    `place` is the position that the tier chose, for backends whose tier decides it (a slot file); other
-    backends go by key. `scope` is the number of the row's namespace and epoch; the backend keeps it beside
-    the row. `seal` is stored with the row and is empty when reading.
+    A piece is bytes without gaps; a row may have several. Pieces that begin and end at multiples of 4,096
+    bytes are moved as they are; others may be copied. `place` is the address that the tier chose, for
+    backends whose tier decides it (a slot file); other backends go by key. `scope` is the number of the
+    row's namespace and epoch; the backend keeps it beside the row. `seal` is stored with the row and is
+    empty when reading.
     """
 
     key: OffloadKey
@@ -406,15 +410,16 @@ class BackendRow(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of all pieces."""
-        return _total_bytes(self.pieces)
+        pieces = self.pieces
+        return pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
 
 
 class Backend(ABC):
     """Moves the bytes of rows, in batches, and blocks meanwhile. I/O threads call it, several at once.
 
     Several calls may read a row at the same time; no row is written or deleted while another call uses it
-    or its place. Calls release the GIL while they wait. The failure of one row is a value in the answer and
-    says nothing about the others; a call may raise `OSError` if all of it failed. After a failed `write`
+    or its address. Calls release the GIL while they wait. The failure of one row is a value in the answer
+    and says nothing about the others; a call may raise `OSError` if all of it failed. After a failed `write`
     the row is absent, old or new, never a mixture that its seal would not reveal. A backend makes no
     promise about the bytes: the reader checks the seal.
     """
@@ -430,7 +435,7 @@ class Backend(ABC):
     """
 
     def lend(self, memory: memoryview) -> None:
-        """Note the memory in which most pieces will lie, e.g. to register it.
+        """Take note of the memory in which most pieces will lie, e.g. to register it.
 
         Called before any other method.
         """
@@ -440,12 +445,12 @@ class Backend(ABC):
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         """Store rows with their seals; replace existing rows unless `writes_once`.
 
-        `None`: the row is stored.
+        The answer for each row is `None` if it is stored, or else the error.
         """
 
     @abstractmethod
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
-        """Fill the pieces of each row and return its stored seal; `None`: there is no such row.
+        """Fill the pieces of each row and return its stored seal, or `None` if there is no such row.
 
         If the stored value cannot be this row (e.g. its length differs), return an empty seal; the caller
         then deletes the row.
@@ -453,7 +458,7 @@ class Backend(ABC):
 
     @abstractmethod
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
-        """Say for each row whether it is stored. `OSError` if that cannot be known."""
+        """Return for each row whether it is stored. `OSError` if that cannot be known."""
 
     @abstractmethod
     def delete(self, rows: Sequence[BackendRow]) -> None:

@@ -31,8 +31,6 @@ from kvtier.tiers.shared_tier import SharedTier
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
-__all__ = ["REQUIRED_SECONDS", "expect_package", "make_tier", "open_backend"]
-
 logger = logging.getLogger(__name__)
 
 REQUIRED_SECONDS = 30.0

@@ -1,138 +1,75 @@
 """The only threads that touch a backend, and the queue in front of them.
 
 The threads order work by direction: small calls of the tier itself first, then promotions, then demotions;
-within one direction the older job goes first. A thread takes the next few rows of the first job, so one
+within one direction the older job goes first. A thread claims the next few rows of the first job, so one
 request gets all threads, and its first rows come first. At most
 `max_in_flight` bytes are with the backend at a time: more depth only adds latency, and rows in the queue
 can still be reordered or dropped. If there are several threads, demotions never occupy all of them, so that
 writes which do not return hold up no question and no read.
 
 `poll` reports the results of rows. At a job's deadline, rows that no thread has begun are late and free;
-rows in a running call are late and in use, and a second report says when the call has returned.
+rows in a running call are late and in use, and a second result says when the call has returned.
 
 The scheduler thread calls all methods; it never waits, except for a lock that is held for microseconds.
-`wait_any` and `close` block.
+`wait_any` and `close` block. `RowMover` runs on the I/O threads: it seals rows on their way out and checks
+them on their way in, while the bytes are in the thread's cache.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, Outcome
-from kvtier.tiers.row_mover import DONE, JobRows, RowEnd, RowMover
-from kvtier.tiers.seal import SealKey, SealScope
+from kvtier.residency import MissReason
+from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowBuffer, RowJob, TierResult
+from kvtier.tiers.seal import SealKey, seal_of
 
-__all__ = ["Direction", "IOReport", "IOThreads"]
+logger = logging.getLogger(__name__)
 
 _LAST_WAIT = 0.2
-
-
-class Direction(IntEnum):
-    """The direction in which rows move. The lower value goes first."""
-
-    PROMOTE = 0
-    DEMOTE = 1
-
-
 _IN_ORDER = tuple(Direction)
-
-
-@dataclass(slots=True)
-class IOReport:
-    """The outcome of rows of a job. `returned`: the true outcome of rows that were given up earlier."""
-
-    job_id: int
-    direction: Direction
-    scope: SealScope
-    rows: JobRows
-    outcome: Outcome
-    in_use: bool = False
-    nbytes: int = 0
-    seconds: float = 0.0
-    why: str = ""
-    returned: Outcome | None = None
-
-    def tells_the_same(self, other: IOReport) -> bool:
-        """Say whether another report of the same job differs only in its rows."""
-        return (self.job_id, self.outcome, self.in_use, self.why, self.returned) == (
-            other.job_id,
-            other.outcome,
-            other.in_use,
-            other.why,
-            other.returned,
-        )
+_NOT_OUR_SEAL = (
+    "tier %s: a row under one of our names does not bear a seal of our seal_key_file: it was forged or "
+    "damaged. It is a miss, as are all that follow; they are counted and not logged"
+)
 
 
 @dataclass(eq=False, slots=True)
-class _IOJob:
-    """A job with rows that are queued, or in a batch that `poll` has not reported yet."""
+class IOCall:
+    """A function that a tier has run on an I/O thread. Its end is handled on the scheduler thread."""
 
-    job_id: int
-    direction: Direction
-    rows: JobRows
-    scope: SealScope
-    deadline: float
-    queued: list[int] = field(init=False)
-    """Indices of the rows that no thread has begun."""
-    batches: set[_Batch] = field(default_factory=set)
-    given_up: bool = False
+    function: Callable[[], Any] = lambda: None
+    on_end: Callable[[Any, BaseException | None], None] | None = None
+    """Gets the value or the error, in the next `poll` after the function has returned."""
+    value: Any = None
+    error: BaseException | None = None
+    is_running: bool = False
+    """Whether the function was submitted and its end has not been handled. Scheduler thread only."""
 
-    def __post_init__(self) -> None:
-        self.queued = list(range(len(self.rows)))
-
-    def begun(self) -> list[int]:
-        """Return the indices of the rows in its batches."""
-        return sorted(at for batch in self.batches for at in batch.indices)
-
-    def report(self, rows: JobRows, outcome: Outcome, why: str = "", *, in_use: bool = False) -> IOReport:
-        return IOReport(self.job_id, self.direction, self.scope, rows, outcome, in_use, why=why)
-
-
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """The rows of a job that one thread has taken."""
-
-    job: _IOJob
-    indices: list[int]
-    nbytes: int
-
-
-class _Ended(NamedTuple):
-    """The result of a batch, by row."""
-
-    batch: _Batch
-    outcomes: list[RowEnd]
-    seconds: float
-
-
-class _Call(NamedTuple):
-    """A function that the tier wants run on a thread; `on_done` gets its result on the scheduler thread."""
-
-    function: Callable[[], Any]
-    on_done: Callable[[Any, BaseException | None], None] | None
-
-
-class _Answer(NamedTuple):
-    call: _Call
-    value: Any
-    error: BaseException | None
+    def run(self) -> None:
+        """Call the function. On an I/O thread."""
+        try:
+            self.value = self.function()
+        except BaseException as error:  # a panic of compiled code is no Exception, and the thread must go on
+            self.error = error
 
 
 class IOThreads:
-    """Threads over one backend. Use `close()`; the threads keep no process alive."""
+    """Owns the threads over one backend. Use `close()`; the threads keep no process alive."""
 
     def __init__(
         self,
         backend: Backend | None = None,
         *,
+        row_bytes: int,
+        buffer: RowBuffer | None = None,
         name: str = "tier",
         threads: int = 8,
         max_in_flight: int = 16 << 20,
@@ -141,42 +78,42 @@ class IOThreads:
         seal_key: SealKey | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the threads. `backend` may be set later, before rows are submitted.
+        """Start the threads. `backend` and `buffer` may be set later, before rows are submitted.
 
-        After `close`, the last thread to end calls `on_end`, once: no call is under way then, however late
-        the last one has returned.
+        All rows count as `row_bytes`. After `close`, the last thread to end calls `on_end`, once: no call is
+        under way then, however late the last one has returned.
         With a `seal_key` only rows sealed with that key are accepted; the first other row logs a warning.
         `check_seals=False` is a negative control for tests: wrong bytes then pass unnoticed.
         """
-        self.backend = backend
+        self.backend, self.buffer = backend, buffer
+        self._row_bytes = row_bytes
         self._clock, self._mover = clock, RowMover(name, check_seals, seal_key)
         self._num_threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Condition(threading.Lock())
         # Guarded by the lock: the work that threads take.
-        self._calls: deque[_Call] = deque()
-        self._queues: tuple[deque[_IOJob], ...] = (deque(), deque())  # by direction, the oldest first
+        self._calls: deque[IOCall] = deque()
+        self._queues: tuple[deque[RowJob], ...] = (deque(), deque())  # by direction, the oldest first
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
-        self._running: dict[_Batch, float] = {}  # with the start time
+        self._running: dict[RowBatch, float] = {}  # with the start time
         self._on_hold: set[Direction] = set()
         self._busy: dict[int, float] = {}  # threads that move rows or run calls, with the start time
-        self._stuck: set[_Batch] = set()
-        self._stuck_bytes = 0
-        self._last: _Call | None = None
+        self._stuck: set[RowBatch] = set()
+        self._last: IOCall | None = None
         self._closed = False
         self._alive, self._on_end = threads, on_end
         # Filled by threads, drained by `poll`.
-        self._ended: deque[_Ended | _Answer] = deque()
+        self._ended: deque[RowBatch | IOCall] = deque()
         self._has_ended = threading.Event()
         # Touched by the scheduler thread only.
-        self._jobs: dict[int, _IOJob] = {}
-        self._given_up: set[_IOJob] = set()
+        self._jobs: dict[int, RowJob] = {}
+        self._given_up: set[RowJob] = set()
         self._starved = False  # rows were given up before a thread began them
-        self._stuck_reads: list[JobRows] = []
+        self._stuck_reads: list[RowBatch] = []
         self._next_deadline = float("inf")
         self.open_calls = 0
-        """Functions given to `call` whose result `on_done` has not received yet."""
-        self._reports: list[IOReport] = []
+        """Functions given to `call` whose end has not been handled yet."""
+        self._results: list[TierResult] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True)
             for number in range(threads)
@@ -186,32 +123,32 @@ class IOThreads:
 
     # -- the scheduler's side ----------------------------------------------------------------------
 
-    def submit(
-        self,
-        direction: Direction,
-        job_id: int,
-        rows: JobRows,
-        scope: SealScope,
-        deadline: float,
-    ) -> None:
-        """Queue the rows of a job. Their memory is in use until a report says otherwise."""
-        if job_id in self._jobs:
-            raise InputError(f"job_id: expected one that no open job of this tier has, got {job_id}")
-        job = self._jobs[job_id] = _IOJob(job_id, direction, rows, scope, deadline)
-        self._next_deadline = min(self._next_deadline, deadline)
+    def submit(self, job: RowJob, positions: Iterable[int]) -> None:
+        """Queue rows of a job. Their memory is in use until a result says otherwise."""
+        if job.job_id in self._jobs:
+            raise InputError(f"job_id: expected one that no open job of this tier has, got {job.job_id}")
+        if self.buffer is None:
+            raise InputError("set_buffer: expected a call before the first job")
+        job.queued = list(positions)
+        self._jobs[job.job_id] = job
+        self._next_deadline = min(self._next_deadline, job.deadline)
         with self._lock:
-            self._queued_bytes[direction] += rows.nbytes
-            self._queues[direction].append(job)
+            self._queued_bytes[job.direction] += len(job.queued) * self._row_bytes
+            self._queues[job.direction].append(job)
             self._lock.notify()  # one is enough: a thread that leaves rows in the queue wakes the next
 
     def call(
-        self, function: Callable[[], Any], on_done: Callable[[Any, BaseException | None], None]
-    ) -> None:
-        """Run a function on a thread, before all rows; `poll` then gives its value or error to `on_done`."""
+        self,
+        function: Callable[[], Any],
+        on_end: Callable[[Any, BaseException | None], None] = lambda _value, _error: None,
+    ) -> IOCall:
+        """Run a function on a thread, before all rows; `poll` then gives its value or error to `on_end`."""
         self.open_calls += 1
+        call = IOCall(function, on_end, is_running=True)
         with self._lock:
-            self._calls.append(_Call(function, on_done))
+            self._calls.append(call)
             self._lock.notify()
+        return call
 
     def run_soon(self, function: Callable[[], None]) -> None:
         """Run a function on a free thread, before all rows.
@@ -220,7 +157,7 @@ class IOThreads:
         """
         with self._lock:
             if not self._closed:
-                self._calls.append(_Call(function, None))
+                self._calls.append(IOCall(function))
                 self._lock.notify()
 
     def call_last(self, function: Callable[[], Any]) -> None:
@@ -228,39 +165,33 @@ class IOThreads:
 
         Its result is dropped.
         """
-        self.open_calls += 1
         with self._lock:
-            self._last = _Call(function, lambda _value, _error: None)
+            self._last = IOCall(function)
 
-    def withdraw(
-        self, job_id: int, keys: Sequence[OffloadKey] | None = None
-    ) -> tuple[Direction | None, JobRows]:
-        """Take back the rows of a job (all, or these) that no thread has begun. No report follows."""
-        job = self._jobs.get(job_id)
-        if job is None:
-            return None, JobRows([], [], 0)
-        wanted = None if keys is None else set(keys)
+    def withdraw(self, job: RowJob, positions: Sequence[int] | None = None) -> list[int]:
+        """Take back the rows of a job (all, or these) that no thread has begun. No result follows."""
+        if self._jobs.get(job.job_id) is not job:
+            return []
+        wanted = None if positions is None else set(positions)
         with self._lock:
-            rows = self._take_out(
-                job, [at for at in job.queued if wanted is None or job.rows.keys[at] in wanted]
-            )
-        self._starved |= len(rows) > 0 and job.direction is Direction.PROMOTE
+            withdrawn = self._take_out(job, wanted)
+        self._starved |= len(withdrawn) > 0 and job.direction is Direction.PROMOTE
         self._forget_if_over(job)
-        return job.direction, rows
+        return withdrawn
 
-    def cancel(self, direction: Direction, keys: Sequence[OffloadKey], outcome: Outcome) -> None:
-        """End rows of these keys that no thread has begun: the next `poll` reports this outcome."""
-        for job in list(self._jobs.values()) if keys else ():
+    def cancel(self, direction: Direction, keys: Sequence[OffloadKey], reason: MissReason) -> None:
+        """End rows of these keys that no thread has begun: the next `poll` reports this reason."""
+        wanted = set(keys)
+        for job in list(self._jobs.values()) if wanted else ():
             if job.direction is direction:
-                _, rows = self.withdraw(job.job_id, keys)
-                if len(rows):
-                    self._reports.append(job.report(rows, outcome))
+                found = self.withdraw(job, [at for at, key in enumerate(job.keys) if key in wanted])
+                self._end_unbegun(job, found, reason)
 
-    def give_up(self, outcome: Outcome, direction: Direction | None = None, why: str = "") -> None:
-        """End all jobs (of one direction) now: the next `poll` reports their rows with this outcome."""
+    def give_up(self, reason: MissReason, direction: Direction | None = None, why: str = "") -> None:
+        """End all jobs (of one direction) now: the next `poll` reports their rows with this reason."""
         for job in list(self._jobs.values()):
             if direction is None or job.direction is direction:
-                self._give_up(job, outcome, why)
+                self._give_up(job, reason, why)
 
     def hold(self, direction: Direction) -> None:
         """Begin no rows of a direction until `resume`. Jobs can still be submitted, withdrawn, or late."""
@@ -273,14 +204,14 @@ class IOThreads:
             self._on_hold.discard(direction)
             self._lock.notify_all()
 
-    def poll(self) -> list[IOReport]:
-        """Return the reports since the last call."""
+    def poll(self) -> list[TierResult]:
+        """Return the results since the last call."""
         if self._has_ended.is_set():
             self._has_ended.clear()
         self._drain_ended()
         self._give_up_late()
-        reports, self._reports = self._reports, []
-        return reports
+        results, self._results = self._results, []
+        return results
 
     def queued_bytes(self, direction: Direction) -> int:
         """Return the bytes that no thread has begun."""
@@ -296,7 +227,7 @@ class IOThreads:
 
     def stuck_rows(self) -> int:
         """Count the rows that were given up while their call still runs."""
-        return sum(len(job.begun()) for job in self._given_up)
+        return sum(len(batch.positions) for job in self._given_up for batch in job.running)
 
     def take_stuck(self, seconds: float) -> int:
         """Count the newly stuck calls: calls of given-up jobs that have run for at least `seconds`.
@@ -309,42 +240,42 @@ class IOThreads:
         with self._lock:
             began = self._clock() - seconds
             stuck = {
-                batch for batch, since in self._running.items() if batch.job.given_up and since <= began
+                batch
+                for batch, since in self._running.items()
+                if batch.job.given_up is not None and since <= began
             }
             new = stuck - self._stuck
             self._stuck |= new
-            self._stuck_bytes += sum(batch.nbytes for batch in new)
-            reads = [batch for batch in new if batch.job.direction is Direction.PROMOTE]
-            self._stuck_reads += [batch.job.rows.pick(batch.indices) for batch in reads]
+            self._stuck_reads += [batch for batch in new if batch.job.direction is Direction.PROMOTE]
             if new:
                 self._lock.notify()  # stuck bytes do not count against the limit, so other rows may start
             all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
         starved, self._starved = self._starved, False
         return len(new) or int(starved and all_busy)
 
-    def take_stuck_reads(self) -> list[JobRows]:
-        """Return the rows of the stuck reads that `take_stuck` has counted since the last call."""
+    def take_stuck_reads(self) -> list[RowBatch]:
+        """Return the stuck reads that `take_stuck` has counted since the last call."""
         reads, self._stuck_reads = self._stuck_reads, []
         return reads
 
     def wait_any(self, timeout: float) -> bool:
-        """Block until `poll` may have a report."""
-        return bool(self._reports) or bool(self._ended) or self._has_ended.wait(timeout)
+        """Block until `poll` may have a result."""
+        return bool(self._results) or bool(self._ended) or self._has_ended.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """End: finish the queue while there is time, give up the rest. False: a call has not returned."""
+        """Finish the queue while there is time, give up the rest, and return whether all calls ended."""
         until = time.monotonic() + timeout
         self._drain_ended()
         self._give_up_late()
         for direction in self._on_hold:  # rows on hold would wait for a resume that may never come
-            self.give_up(Outcome.LATE, direction, "the tier was closed")
+            self.give_up(MissReason.TOO_SLOW, direction, "the tier was closed")
         with self._lock:
             self._closed = True
             self._lock.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         self._drain_ended()
-        self.give_up(Outcome.LATE, why="the tier was closed")
+        self.give_up(MissReason.TOO_SLOW, why="the tier was closed")
         with self._lock:
             self._calls.clear()
             self._lock.notify_all()
@@ -358,9 +289,8 @@ class IOThreads:
         with self._lock:
             jobs = [*self._jobs.values(), *self._given_up]
             for direction in Direction:
-                queued = sum(
-                    len(job.queued) * job.rows.row_bytes for job in jobs if job.direction is direction
-                )
+                rows = sum(len(job.queued) for job in jobs if job.direction is direction)
+                queued = rows * self._row_bytes
                 if queued != self._queued_bytes[direction]:
                     found = self._queued_bytes[direction]
                     raise IntegrityError(
@@ -373,75 +303,84 @@ class IOThreads:
 
     # -- inside, on the scheduler's thread ---------------------------------------------------------
 
-    def _take_out(self, job: _IOJob, indices: list[int]) -> JobRows:
-        """Remove rows from the queue. Needs the lock."""
-        taken, rows = set(indices), job.rows.pick(indices)
-        job.queued = [at for at in job.queued if at not in taken]
-        self._queued_bytes[job.direction] -= rows.nbytes
-        return rows
+    def _take_out(self, job: RowJob, wanted: set[int] | None = None) -> list[int]:
+        """Remove rows, all or those wanted, from the queue and return their positions. Needs the lock."""
+        taken = job.queued if wanted is None else [at for at in job.queued if at in wanted]
+        job.queued = [] if wanted is None else [at for at in job.queued if at not in wanted]
+        self._queued_bytes[job.direction] -= len(taken) * self._row_bytes
+        return taken
 
-    def _give_up(self, job: _IOJob, outcome: Outcome, why: str) -> None:
+    def _give_up(self, job: RowJob, reason: MissReason, why: str = "") -> None:
         del self._jobs[job.job_id]
         with self._lock:
-            free = self._take_out(job, job.queued)
-            used = job.rows.pick(job.begun())
-        job.given_up = True
-        if len(used):
+            free, used = self._take_out(job), job.begun()
+        job.given_up = reason
+        self._end_unbegun(job, free, reason, why)
+        if used:
             self._given_up.add(job)
-        for rows, in_use in ((free, False), (used, True)):
-            if len(rows):
-                self._reports.append(job.report(rows, outcome, why, in_use=in_use))
+            self._results.append(TierResult(job, used, reason, in_use=True, why=why))
+
+    def _end_unbegun(self, job: RowJob, positions: list[int], reason: MissReason, why: str = "") -> None:
+        """Add a result of rows that no thread has begun."""
+        if positions:
+            for at in positions:
+                job.outcomes[at] = reason
+            self._results.append(TierResult(job, positions, reason, why=why))
 
     def _give_up_late(self) -> None:
         now = self._clock()
         if now >= self._next_deadline:
             for job in [job for job in self._jobs.values() if job.deadline <= now]:
                 self._starved |= len(job.queued) > 0
-                self._give_up(job, Outcome.LATE, "")
+                self._give_up(job, MissReason.TOO_SLOW)
             self._next_deadline = min((job.deadline for job in self._jobs.values()), default=float("inf"))
 
     def _drain_ended(self) -> None:
-        """Report the batches that have ended, and hand the results of calls to their `on_done`."""
+        """Report the batches that have ended, and handle the ends of calls."""
         while self._ended:
             ended = self._ended.popleft()
-            if isinstance(ended, _Answer):
-                if ended.call.on_done is not None:
-                    self.open_calls -= 1
-                    ended.call.on_done(ended.value, ended.error)
-            else:
+            if isinstance(ended, RowBatch):
                 self._report_batch(ended)
+            elif ended.on_end is not None:
+                self.open_calls -= 1
+                ended.is_running = False
+                ended.on_end(ended.value, ended.error)
 
-    def _report_batch(self, ended: _Ended) -> None:
-        """Report the results of a batch; rows with the same outcome share a report."""
-        job, indices = ended.batch.job, ended.batch.indices
-        job.batches.discard(ended.batch)
-        if ended.outcomes.count(DONE) == len(indices):
-            self._add(job, indices, DONE, ended.seconds)
+    def _report_batch(self, batch: RowBatch) -> None:
+        """Report the results of a batch; rows with the same outcome share a result."""
+        job, positions = batch.job, batch.positions
+        job.running.discard(batch)
+        ends = [job.outcomes[at] for at in positions]
+        if ends.count(None) == len(ends):
+            self._add(job, positions, None, batch.seconds)
         else:
-            by_outcome: dict[RowEnd, list[int]] = {}
-            for at, told in zip(indices, ended.outcomes, strict=True):
-                by_outcome.setdefault(told, []).append(at)
-            for told, some in by_outcome.items():
-                self._add(job, some, told, ended.seconds * len(some) / len(indices))
+            alike: dict[tuple[MissReason | None, str], list[int]] = {}
+            for at, outcome in zip(positions, ends, strict=True):
+                alike.setdefault((outcome, job.errors.get(at, "")), []).append(at)
+            for (outcome, why), some in alike.items():
+                self._add(job, some, outcome, batch.seconds * len(some) / len(positions), why)
         self._forget_if_over(job)
 
-    def _add(self, job: _IOJob, indices: list[int], told: RowEnd, seconds: float) -> None:
-        """Add a report of rows of one outcome; extend the last report if only the rows differ."""
-        outcome, why = told
-        report = job.report(job.rows.pick(indices), outcome, why)
-        report.nbytes, report.seconds = report.rows.nbytes, seconds
-        if job.given_up:
-            report.outcome, report.returned = Outcome.RETURNED, outcome
-        if self._reports and self._reports[-1].tells_the_same(report):
-            last = self._reports[-1]
-            last.rows += report.rows
-            last.nbytes += report.nbytes
-            last.seconds += report.seconds
+    def _add(
+        self, job: RowJob, positions: list[int], outcome: MissReason | None, seconds: float, why: str = ""
+    ) -> None:
+        """Add a result of rows that ended alike; extend the last result if only the rows differ."""
+        returned = job.given_up is not None
+        last = self._results[-1] if self._results else None
+        if (
+            last is not None
+            and last.job is job
+            and (last.outcome, last.in_use, last.returned, last.why) == (outcome, False, returned, why)
+        ):
+            last.positions += positions
+            last.seconds += seconds
         else:
-            self._reports.append(report)
+            self._results.append(
+                TierResult(job, list(positions), outcome, returned=returned, seconds=seconds, why=why)
+            )
 
-    def _forget_if_over(self, job: _IOJob) -> None:
-        if not job.queued and not job.batches:
+    def _forget_if_over(self, job: RowJob) -> None:
+        if not job.queued and not job.running:
             self._given_up.discard(job)
             if self._jobs.get(job.job_id) is job:
                 del self._jobs[job.job_id]
@@ -449,16 +388,17 @@ class IOThreads:
     # -- inside, on the threads --------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended: _Batch | None = None
+        ended: RowBatch | None = None
         while (task := self._claim(ended)) is not None:
-            if isinstance(task, _Call):
+            if isinstance(task, IOCall):
                 ended = None
-                self._ended.append(self._answer(task))
+                task.run()
             else:
                 ended = task
                 start = time.perf_counter()
-                outcomes = self._move(task)
-                self._ended.append(_Ended(task, outcomes, time.perf_counter() - start))
+                self._move(task)
+                task.seconds = time.perf_counter() - start
+            self._ended.append(task)
             if not self._has_ended.is_set():
                 self._has_ended.set()
         with self._lock:
@@ -467,18 +407,16 @@ class IOThreads:
         if is_last:
             self._on_end()
 
-    def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
-        """Give back the room of an ended batch, and wait for work; `None`: no work will come."""
+    def _claim(self, ended: RowBatch | None) -> IOCall | RowBatch | None:
+        """Give back the room of an ended batch, and wait for work; `None` if none will come."""
         with self._lock:
             self._busy.pop(threading.get_ident(), None)
             if ended is not None:
-                if ended in self._stuck:
-                    self._stuck.discard(ended)
-                    self._stuck_bytes -= ended.nbytes
-                self._running_bytes[ended.job.direction] -= ended.nbytes
+                self._stuck.discard(ended)
+                self._running_bytes[ended.job.direction] -= self._nbytes(ended)
                 del self._running[ended]
             while True:
-                task: _Call | _Batch | None = self._calls.popleft() if self._calls else None
+                task: IOCall | RowBatch | None = self._calls.popleft() if self._calls else None
                 for direction in _IN_ORDER:
                     task = task or self._next_batch(direction)
                 if task is None and self._closed and not any(self._queued_bytes):
@@ -494,9 +432,10 @@ class IOThreads:
                     return task
                 self._lock.wait()
 
-    def _next_batch(self, direction: Direction) -> _Batch | None:
+    def _next_batch(self, direction: Direction) -> RowBatch | None:
         """Take the next rows of the first job that has any, if there is room for them. Needs the lock."""
-        queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
+        queue, size = self._queues[direction], max(1, self._row_bytes)
+        running = sum(self._running_bytes) - sum(map(self._nbytes, self._stuck))
         while queue:
             job = queue[0]
             if not job.queued or job.deadline <= self._clock():  # `poll` will report them as late
@@ -504,7 +443,6 @@ class IOThreads:
                 continue
             if direction in self._on_hold:
                 return None
-            size = max(1, job.rows.row_bytes)
             if running and running + size > self._max_in_flight:
                 return None
             if direction is Direction.DEMOTE and self._writing_threads() >= max(1, self._num_threads - 1):
@@ -514,30 +452,128 @@ class IOThreads:
             # demotion as a call should move: each thread that wakes costs the engine's own thread time.
             if direction is Direction.PROMOTE:
                 most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
-            indices = job.queued[:most]
-            batch = _Batch(job, indices, len(indices) * job.rows.row_bytes)
-            job.batches.add(batch)  # first: a job with neither rows queued nor batches counts as over
+            batch = RowBatch(job, job.queued[:most])
+            job.running.add(batch)  # first: a job with rows neither queued nor running counts as over
             del job.queued[:most]
-            self._queued_bytes[direction] -= batch.nbytes
-            self._running_bytes[direction] += batch.nbytes
+            self._queued_bytes[direction] -= self._nbytes(batch)
+            self._running_bytes[direction] += self._nbytes(batch)
             self._running[batch] = self._clock()
             return batch
         return None
+
+    def _nbytes(self, batch: RowBatch) -> int:
+        """Return the bytes that the rows of a batch count as."""
+        return len(batch.positions) * self._row_bytes
 
     def _writing_threads(self) -> int:
         """Count the threads busy with demotions. One thread stays free of them. Needs the lock."""
         return sum(batch.job.direction is Direction.DEMOTE for batch in self._running)
 
-    def _answer(self, call: _Call) -> _Answer:
-        try:
-            return _Answer(call, call.function(), None)
-        except BaseException as error:  # a panic of compiled code is no Exception, and the thread must go on
-            return _Answer(call, None, error)
+    def _move(self, batch: RowBatch) -> None:
+        """Move the rows of a batch, and write their outcomes into the job."""
+        backend, buffer = self.backend, self.buffer
+        if backend is None or buffer is None:
+            _fail_all(batch, "not open")
+        else:
+            self._mover.move(backend, buffer, batch)
 
-    def _move(self, batch: _Batch) -> list[RowEnd]:
-        """Move the rows of a batch."""
-        job = batch.job
-        if (backend := self.backend) is None:
-            return [(Outcome.FAILED, "not open")] * len(batch.indices)
-        move = self._mover.read if job.direction is Direction.PROMOTE else self._mover.write
-        return move(backend, job.rows, batch.indices, job.scope)
+
+class RowMover:
+    """Moves the rows of one tier through its backend, and writes the outcome of each into its job.
+
+    Every answer or exception of a backend becomes an outcome of the given rows, so an I/O thread survives
+    every backend. Called by I/O threads, any number at once.
+    """
+
+    def __init__(self, name: str, check_seals: bool, seal_key: SealKey | None) -> None:
+        """With a `seal_key` accept only rows sealed with it; the first other row logs a warning."""
+        self._name, self._check_seals, self._seal_key = name, check_seals, seal_key
+        self._warned = False
+
+    def move(self, backend: Backend, buffer: RowBuffer, batch: RowBatch) -> None:
+        """Read or write the rows of a batch. An exception of the backend is a failure of all of them."""
+        try:
+            if batch.job.direction is Direction.PROMOTE:
+                self._read(backend, buffer, batch)
+            else:
+                self._write(backend, buffer, batch)
+        except OSError as error:
+            _fail_all(batch, say_error(error))
+        except BaseException as error:  # a panic of compiled code is no Exception, and the thread must go on
+            logger.exception("tier I/O: the backend raised")
+            _fail_all(batch, f"{type(error).__name__}: {error}")
+
+    def _read(self, backend: Backend, buffer: RowBuffer, batch: RowBatch) -> None:
+        job, rows = batch.job, _backend_rows(batch.job, buffer, batch.positions)
+        answers = _expect_answers(rows, backend.read(rows))
+        for at, row, found in zip(batch.positions, rows, answers, strict=True):
+            if found is None:
+                job.outcomes[at] = MissReason.EVICTED
+            elif isinstance(found, OSError):
+                _fail(job, at, say_error(found))
+            elif not self._is_right(job, row, found):
+                job.outcomes[at] = MissReason.FAILED
+
+    def _write(self, backend: Backend, buffer: RowBuffer, batch: RowBatch) -> None:
+        """Write rows; those that the backend has already are not sent."""
+        job, positions = batch.job, batch.positions
+        if unsure := [at for at in positions if at in job.may_exist]:
+            asked = _backend_rows(job, buffer, unsure)
+            there = zip(unsure, _expect_answers(asked, backend.contains(asked)), strict=True)
+            stored = {at for at, is_there in there if is_there}
+            positions = [at for at in positions if at not in stored]
+        rows = [
+            row._replace(
+                seal=seal_of(job.scope, row.key, row.pieces, self._seal_key), description=job.describe(at)
+            )
+            for at, row in zip(positions, _backend_rows(job, buffer, positions), strict=True)
+        ]
+        errors = _expect_answers(rows, backend.write(rows)) if rows else []
+        for at, error in zip(positions, errors, strict=True):
+            if error is not None:
+                _fail(job, at, say_error(error))
+
+    def _is_right(self, job: RowJob, row: BackendRow, seal: bytes) -> bool:
+        """Return whether the bytes that were read bear their seal."""
+        if not self._check_seals or seal == seal_of(job.scope, row.key, row.pieces, self._seal_key):
+            return True
+        if self._seal_key is not None and not self._warned:
+            self._warned = True
+            logger.warning(_NOT_OUR_SEAL, self._name)
+        return False
+
+
+def _backend_rows(job: RowJob, buffer: RowBuffer, positions: list[int]) -> list[BackendRow]:
+    """Return rows of a job as a backend takes them, without seals."""
+    slots, scope = job.slots, job.scope.number
+    places = [-1] * len(positions) if job.addresses is None else job.addresses[positions].tolist()
+    return [
+        BackendRow(job.keys[at], buffer[int(slots[at])], place, scope)
+        for at, place in zip(positions, places, strict=True)
+    ]
+
+
+T = TypeVar("T")
+
+
+def _expect_answers(rows: list[BackendRow], answers: list[T]) -> list[T]:
+    if len(answers) != len(rows):
+        raise OSError(f"expected {len(rows)} answers of the backend, got {len(answers)}")
+    return answers
+
+
+def _fail(job: RowJob, position: int, why: str) -> None:
+    job.errors[position] = why
+    job.outcomes[position] = MissReason.IO_FAILED
+
+
+def _fail_all(batch: RowBatch, why: str) -> None:
+    for at in batch.positions:
+        _fail(batch.job, at, why)
+
+
+def say_error(error: BaseException | None) -> str:
+    """Put an error into words for people."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or type(error).__name__
+    return repr(error)

@@ -1,9 +1,9 @@
 """`IOTier`: the common base of tiers that move rows by I/O threads.
 
-It turns jobs into work for `tiers/io_threads`, and reports into results and counts. Stuck or failing calls
-suspend the tier (`tiers/health`); a probe ends the suspension. An I/O thread opens the tier, and tries again
-with growing pauses until that works: an idle engine makes no step and must find its tiers open all the same.
-A subclass says how it opens, which rows it takes, and how a row that was read or written changes its books:
+It hands jobs to `tiers/io_threads` and counts their results. Stuck or failing calls suspend the tier
+(`TierHealth`); a probe ends the suspension. An I/O thread opens the tier, and tries again with growing
+back-off until that works: an idle engine makes no step and must find its tiers open all the same. A subclass
+defines how it opens, which rows it takes, and how a row that was read or written changes its books:
 `_settle_read`, `_settle_write`. Scheduler thread only, except for functions that say that they run on an I/O
 thread; only `wait_open`, `wait_any` and `close` block.
 """
@@ -17,27 +17,23 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import compress
 from typing import TypeVar
 
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
+from kvtier.residency import BoundedKeyMap, MissReason
 from kvtier.tiers.base import (
     MEDIUM_STORAGE,
-    Outcome,
+    Direction,
+    RowBatch,
+    RowBuffer,
+    RowJob,
     Tier,
-    TierJob,
-    TierMiss,
     TierResult,
     TierStats,
 )
-from kvtier.tiers.health import TierHealth
-from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
-from kvtier.tiers.recent_keys import RecentKeys
-from kvtier.tiers.row_mover import JobRows, say_error
+from kvtier.tiers.io_threads import IOCall, IOThreads, say_error
 from kvtier.tiers.seal import SealKey, SealScope
-
-__all__ = ["REMEMBERED", "IOTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +46,16 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 10.0
 """Seconds between two attempts to open a tier."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks of an opening thread at the clock or the namespace."""
-_SAY_AFTER = 1.0
+_LOG_AFTER = 1.0
 """Seconds that an opening thread waits for another process without a line in the log."""
 _AWAITED_SECONDS = 10.0
-"""How long requests may wait for a tier that opens, each within its own patience. A million records take a
-second or two to read; a tier that takes longer than this hangs, or is too large to wait for.
+"""How long requests may wait for a tier that opens, each within its own wait budget. A million records take
+a second or two to read; a tier that takes longer than this hangs, or is too large to wait for.
 """
+_FAILURES = 3
+"""One bad sector is no reason to give up a disk."""
+_FIRST_PROBE, _LONGEST_PROBE = 1.0, 60.0
+"""Seconds until the first probe of a suspended tier, and the most seconds between two."""
 
 _T = TypeVar("_T")
 
@@ -94,6 +94,7 @@ class IOTier(Tier):
         self._max_queued = max_queued
         self._scope = SealScope("")
         self._io = IOThreads(
+            row_bytes=row_bytes,
             name=name,
             threads=threads,
             max_in_flight=max(max_in_flight, 4 * row_bytes),
@@ -112,16 +113,16 @@ class IOTier(Tier):
         """An engine does not start without this tier."""
         self.where = f"{name} tier"
         """How lines in the log begin."""
-        self._opening, self._opening_since = False, float("-inf")
+        self._opening, self._opening_since = IOCall(), float("-inf")
         self._ending = threading.Event()  # the tier is being closed
         # Written by the opening thread, too.
         self._problem: str | None = None
         self._lacks_namespace = False
         self._waits_for: str | None = None
         self._backoff, self._retry_at = _FIRST_BACKOFF, float("-inf")
-        self._probing = False
+        self._probing = IOCall()
         self._closed = False
-        self._misses: RecentKeys[TierMiss] = RecentKeys(REMEMBERED)
+        self._misses: BoundedKeyMap[MissReason] = BoundedKeyMap(REMEMBERED)
         self._results: list[TierResult] = []
         self._last_progress = float("-inf")
         self._counts: Counter[str] = Counter()
@@ -130,23 +131,23 @@ class IOTier(Tier):
     # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
-    def _settle_read(self, report: IOReport) -> None:
+    def _settle_read(self, result: TierResult) -> None:
         """Update the books for rows of a read, once no call uses them."""
 
     @abstractmethod
-    def _settle_write(self, report: IOReport) -> None:
+    def _settle_write(self, result: TierResult) -> None:
         """Update the books for rows of a write, once no call uses them."""
 
     @abstractmethod
-    def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
+    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
         """Update the books for rows that were taken back before a thread had begun them."""
 
-    def _note_stuck_reads(self, rows: JobRows) -> None:
-        """Note the rows whose calls do not return."""
+    def _settle_stuck_read(self, batch: RowBatch) -> None:
+        """Update the books for rows whose read does not return."""
         return
 
     def _num_rows(self) -> tuple[int, int] | None:
-        """Return how many rows are held, and how many there is room for; `None`: only a server knows."""
+        """Return how many rows are held, and how many there is room for; `None` if only a server knows."""
         return None
 
     # -- opening -----------------------------------------------------------------------------------
@@ -163,11 +164,11 @@ class IOTier(Tier):
         return self.is_open() and not self._closed and not self._is_suspended(Direction.DEMOTE)
 
     def lacks_namespace(self) -> bool:
-        """Say whether only the namespace is missing."""
+        """Return whether only the namespace is missing."""
         return self._lacks_namespace
 
     def is_awaited(self) -> bool:
-        """Say whether the tier will probably be open soon, so that a request may wait for it."""
+        """Return whether the tier will probably be open soon, so that a request may wait for it."""
         return (
             not self.is_open()
             and self._problem is None
@@ -205,14 +206,13 @@ class IOTier(Tier):
         """
 
         def end(opened: _T | None, error: BaseException | None) -> None:
-            self._opening = False
             if opened is not None:
                 take(opened)
             elif not isinstance(error, _TierClosedError):
-                self._note_problem(error)
+                self._record_problem(error)
 
-        self._opening, self._opening_since = True, self._clock()
-        self._io.call(lambda: self._open_at_last(open_once), end)
+        self._opening_since = self._clock()
+        self._opening = self._io.call(lambda: self._open_at_last(open_once), end)
 
     def _open_at_last(self, open_once: Callable[[], _T]) -> _T:
         """Try to open the tier until that works. On an I/O thread."""
@@ -223,9 +223,9 @@ class IOTier(Tier):
             except _TierClosedError:
                 raise
             except BaseException as error:  # a panic of compiled code is no Exception
-                self._note_problem(error)
+                self._record_problem(error)
             else:
-                self._note_solved()
+                self._clear_problem()
                 return opened
 
     def _await_namespace(self, namespace: Callable[[], str | None]) -> str:
@@ -253,7 +253,7 @@ class IOTier(Tier):
         def look() -> bool:
             if condition():
                 return True
-            if self._waits_for is None and self._clock() - since >= _SAY_AFTER:
+            if self._waits_for is None and self._clock() - since >= _LOG_AFTER:
                 self._waits_for = line
                 logger.warning("%s; running without it meanwhile", line)
             return False
@@ -265,17 +265,17 @@ class IOTier(Tier):
 
     def _take_opened(self) -> None:
         """Take over what a thread has opened, if it has. For a lookup: an idle engine does not poll."""
-        if self._opening and not self.is_open():
-            for report in self._io.poll():
-                self._settle(report)
+        if self._opening.is_running and not self.is_open():
+            for result in self._io.poll():
+                self._settle(result)
 
     @property
     def _may_wait(self) -> bool:
         """Whether there were so few attempts that the next one may still succeed."""
         return self._backoff < _LONGEST_BACKOFF
 
-    def _note_problem(self, error: BaseException | None) -> None:
-        """Remember why the tier is not open, log it once, and set the time of the next attempt."""
+    def _record_problem(self, error: BaseException | None) -> None:
+        """Record why the tier is not open, log it once, and set the time of the next attempt."""
         line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"
         if line != self._problem:
             logger.warning("%s; running without it", line)
@@ -283,11 +283,11 @@ class IOTier(Tier):
         self._retry_at = self._clock() + self._backoff
         self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
 
-    def _tell_open(self, place: str, content: str) -> None:
+    def _log_open(self, where: str, content: str) -> None:
         """Log that the tier is open, where it is, and with what."""
-        logger.info("%s tier: %s: open with %s", self.name, place, content)
+        logger.info("%s tier: %s: open with %s", self.name, where, content)
 
-    def _note_solved(self) -> None:
+    def _clear_problem(self) -> None:
         if self._problem is not None:
             logger.warning("%s: can be used now", self.where)
         self._problem, self._backoff, self._retry_at = None, _FIRST_BACKOFF, float("-inf")
@@ -298,16 +298,19 @@ class IOTier(Tier):
     def promotion_bytes(self) -> int:
         return self._io.open_bytes(Direction.PROMOTE)
 
-    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
-        direction, rows = self._io.withdraw(job_id, keys)
-        if direction is not None and len(rows):
-            self._withdrawn(direction, rows)
-        return rows.keys
+    def set_buffer(self, buffer: RowBuffer) -> None:
+        self._io.buffer = buffer
+
+    def withdraw(self, job: RowJob, positions: Sequence[int] | None = None) -> list[int]:
+        withdrawn = self._io.withdraw(job, positions)
+        if withdrawn:
+            self._settle_withdrawn(job, withdrawn)
+        return withdrawn
 
     def poll(self) -> list[TierResult]:
-        for report in self._io.poll():
-            self._settle(report)
-        self._look_after_health()
+        for result in self._io.poll():
+            self._settle(result)
+        self._check_health()
         results, self._results = self._results, []
         return results
 
@@ -316,91 +319,71 @@ class IOTier(Tier):
         room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
         return keys if len(keys) * self.row_bytes <= room else keys[: max(0, room // self.row_bytes)]
 
-    def _submit_reads(self, job: TierJob, are_wanted: list[bool], places: list[int]) -> None:
-        """Hand the wanted rows of a promotion to the threads, with their places."""
-        keys, lent = job.keys, job.rows
-        if not all(are_wanted):
-            keys, lent = list(compress(keys, are_wanted)), list(compress(lent, are_wanted))
-        self._submit(Direction.PROMOTE, job, JobRows(keys, places, self.row_bytes, lent))
+    def _submit(self, job: RowJob, positions: Sequence[int]) -> None:
+        """Hand rows of a job to the threads."""
+        if positions:
+            job.scope = self._scope
+            self._io.submit(job, positions)
 
-    def _submit_writes(self, job: TierJob, keys: list[OffloadKey], places: list[int]) -> None:
-        """Hand the rows of these distinct keys of a demotion to the threads, with their places."""
-        lent = job.rows
-        if len(keys) < len(lent):
-            by_key = {key: at for at, key in enumerate(job.keys)}
-            lent = [lent[by_key[key]] for key in keys]
-        self._submit(Direction.DEMOTE, job, JobRows(keys, places, self.row_bytes, lent))
-
-    def _submit(self, direction: Direction, job: TierJob, rows: JobRows) -> None:
-        if len(rows):
-            self._io.submit(direction, job.job_id, rows, self._scope, job.deadline)
-
-    def _refuse(self, job_id: int, keys: list[OffloadKey], outcome: Outcome) -> None:
-        if keys:
-            self._results.append(TierResult(job_id, tuple(keys), outcome))
+    def _refuse(self, job: RowJob, positions: Sequence[int], reason: MissReason) -> None:
+        """Report rows of a promotion that the tier cannot give."""
+        if positions:
+            for at in positions:
+                job.outcomes[at] = reason
+            self._results.append(TierResult(job, list(positions), reason))
 
     # -- outcomes of rows --------------------------------------------------------------------------
 
-    def _settle(self, report: IOReport) -> None:
-        """Enter a report into the books, and add a result for `poll`."""
-        rows, outcome = report.rows, report.outcome
-        if not report.in_use:
-            (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
-        if outcome is Outcome.LATE:
-            self._counts["late"] += len(rows)
-        self._results.append(
-            TierResult(
-                report.job_id,
-                tuple(rows.keys),
-                outcome,
-                report.in_use,
-                report.nbytes,
-                report.seconds,
-                report.why,
-            )
-        )
+    def _settle(self, result: TierResult) -> None:
+        """Enter a result into the books, and keep it for `poll`."""
+        if not result.in_use:
+            is_read = result.job.direction is Direction.PROMOTE
+            (self._settle_read if is_read else self._settle_write)(result)
+        if result.outcome is MissReason.TOO_SLOW:
+            self._counts["late"] += len(result.positions)
+        self._results.append(result)
 
-    def _count_moved(self, report: IOReport, what: str) -> None:
-        self._counts[what] += len(report.rows)
-        self._counts[f"{what}_bytes"] += report.nbytes
-        self._seconds[report.direction] += report.seconds
+    def _count_moved(self, result: TierResult, what: str) -> None:
+        self._counts[what] += len(result.positions)
+        self._counts[f"{what}_bytes"] += len(result.positions) * self.row_bytes
+        self._seconds[result.job.direction] += result.seconds
 
-    def _note_refused(self, keys: list[OffloadKey]) -> None:
+    def _record_refused(self, keys: list[OffloadKey]) -> None:
         self._counts["refused"] += len(keys)
-        self._misses.note(keys, TierMiss.REFUSED)
+        self._misses.record(keys, MissReason.REFUSED)
 
     # -- suspension --------------------------------------------------------------------------------
 
     def _is_suspended(self, direction: Direction) -> bool:
         return self._health[direction].problem is not None
 
-    def _look_after_health(self) -> None:
+    def _check_health(self) -> None:
         if self._io.take_stuck(_STUCK_AFTER):
             self._suspend("a call does not return")
-        for rows in self._io.take_stuck_reads():
-            self._note_stuck_reads(rows)
+        for batch in self._io.take_stuck_reads():
+            self._settle_stuck_read(batch)
         suspended = [(way, health) for way, health in self._health.items() if health.problem is not None]
         if not suspended:
             return
         for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
-                self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
-        # `take_due` runs for both directions, so that both pauses grow.
+                self._io.give_up(MissReason.SUSPENDED, direction, health.problem)
+        # `take_due` runs for both directions, so that the back-off of both grows.
         due = [health.take_due() for _, health in suspended]
-        if any(due) and not self._probing and self._io.backend is not None and not self._closed:
-            self._probing = True
-            self._io.call(self._io.backend.probe, self._end_probe)
+        backend = self._io.backend
+        if any(due) and not self._probing.is_running and backend is not None and not self._closed:
+            self._probing = self._io.call(backend.probe, lambda _value, error: self._end_probe(error))
 
     def _is_stuck(self, since: float | None) -> bool:
-        """Say whether a call that began at `since` (`None`: not begun) runs too long to be merely slow."""
+        """Return whether a call that began at `since`, if it has begun, runs too long to be merely slow."""
         return since is not None and self._clock() - since >= _STUCK_AFTER
 
     def _suspend(self, why: str) -> None:
         for health in self._health.values():
             health.suspend(why)
 
-    def _end_probe(self, _value: object, error: BaseException | None) -> None:
-        self._probing = False
+    def _end_probe(self, error: BaseException | None) -> None:
+        """End the suspension if a probe has found that the backend works again."""
         if error is None:
             for health in self._health.values():
                 health.resume()
@@ -454,7 +437,7 @@ class IOTier(Tier):
         return bool(self._results) or self._io.wait_any(timeout)
 
     def has_open_calls(self) -> bool:
-        """Say whether the tier's own calls are under way: deletions, questions, probes."""
+        """Return whether the tier's own calls are under way: deletions, lookups, probes."""
         return self._io.open_calls > 0
 
     def check(self) -> None:
@@ -481,3 +464,57 @@ class IOTier(Tier):
             return self._io.close(0.0)
         self._closed = True
         return self._io.close(timeout)
+
+
+class TierHealth:
+    """Suspends one direction of a tier, schedules probes, and ends the suspension.
+
+    Several failed calls in a row suspend their direction (a disk that turned read-only can still be read);
+    one stuck call suspends both. During a suspension a probe is due after a back-off, which doubles after
+    each probe. A successful probe ends the suspension; only successful real work makes the next back-off
+    short again. Scheduler thread only.
+    """
+
+    def __init__(
+        self, what: str, clock: Callable[[], float], longest_backoff: float = _LONGEST_PROBE
+    ) -> None:
+        """`what` names the direction in the log."""
+        self._what, self._clock, self._longest_backoff = what, clock, longest_backoff
+        self.problem: str | None = None
+        """Why the direction is suspended; `None` if it is not."""
+        self._failures = 0
+        self._backoff = _FIRST_PROBE
+        self._due = 0.0
+
+    def record_success(self) -> None:
+        """Record that a call has succeeded."""
+        self._failures = 0
+        if self.problem is None:
+            self._backoff = _FIRST_PROBE
+
+    def record_failure(self, why: str) -> None:
+        """Record that a call has failed; enough failures in a row suspend the direction."""
+        self._failures += 1
+        if self._failures >= _FAILURES:
+            self.suspend(why)
+
+    def suspend(self, why: str) -> None:
+        """Suspend the direction. Logs one line, not one for each failure."""
+        if self.problem is None:
+            self.problem = why
+            self._due = self._clock() + self._backoff
+            logger.warning("%s is suspended: %s; next try in %g s", self._what, why, self._backoff)
+
+    def take_due(self) -> bool:
+        """Return whether a probe is due; if so, schedule the next one after twice the back-off."""
+        if self.problem is None or self._clock() < self._due:
+            return False
+        self._backoff = min(2 * self._backoff, self._longest_backoff)
+        self._due = self._clock() + self._backoff
+        return True
+
+    def resume(self) -> None:
+        """End the suspension after a successful probe."""
+        if self.problem is not None:
+            logger.warning("%s works again (it was suspended: %s)", self._what, self.problem)
+            self.problem, self._failures = None, 0

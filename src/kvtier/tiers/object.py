@@ -1,6 +1,6 @@
 """Rows as objects of S3, Google Cloud Storage or Azure, or of a server that speaks like one of them.
 
-    {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`value_header`) and the row
+    {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`seal`) and the row
 
 An object is written once: if the server can tell that it exists, it stays as it is and counts as stored.
 Rows are sent from their own memory and copied once when they arrive. Of an object that is too long, not
@@ -27,12 +27,10 @@ from urllib.parse import urlsplit
 from kvtier.errors import ConfigError
 from kvtier.tier_config import ObjectConfig
 from kvtier.tiers.base import Backend, BackendRow
-from kvtier.tiers.value_header import HEADER_BYTES, copy_into, pack_header, seal_in
+from kvtier.tiers.seal import HEADER_BYTES, copy_into, pack_header, seal_in
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
-
-__all__ = ["ObjectBackend"]
 
 _T = TypeVar("_T")
 
@@ -270,7 +268,7 @@ def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | Az
 
 
 def _profile_credentials() -> Any:
-    """Return a provider that reads AWS profile files, which the store does not; `None`: no profiles."""
+    """Return a provider that reads AWS profile files, which the store does not; `None` without profiles."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
     if any(os.environ.get(name) for name in (*names, "AWS_CONTAINER_CREDENTIALS_FULL_URI")):
         return None

@@ -15,6 +15,17 @@ Anyone can make such a seal. With a secret key, only an owner of the key can:
 So a row in a place where others may write passes its check only if an engine with the same key made it. The
 number of a scope, which is part of a row's name on servers, then comes from the key, too: fleets with
 different keys never see each other's rows. The secret appears in no text, error or log.
+
+On servers a row is one value, with its seal in a header of 64 bytes:
+
+     0  8   `kvtrow1` and a newline
+     8  8   bytes of the payload, little-endian
+    16  8   number of the row's scope
+    24  1   bytes of the seal; 7 bytes of zeros
+    32  32  seal, then zeros
+
+The header says what the value is, so a reader detects a value that is cut short, too long, or of a later
+format before it looks at the bytes. The seal decides about the bytes.
 """
 
 from __future__ import annotations
@@ -22,20 +33,27 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, InputError
 from kvtier.keys import OffloadKey
 
-__all__ = ["SEAL_BYTES", "SealKey", "SealScope", "read_seal_key", "seal_of"]
+if TYPE_CHECKING:
+    from kvtier.tiers.base import BackendRow
 
 logger = logging.getLogger(__name__)
 
 SEAL_BYTES = 16
 _KEY_BYTES = 32
+_HEADER = struct.Struct("<8sQQB7x32s")
+_MAGIC = b"kvtrow1\n"
+_MOST_SEAL = 32
+HEADER_BYTES = _HEADER.size
 
 
 class SealScope:
@@ -153,3 +171,26 @@ def seal_of(
 
 def _seed(scope: SealScope, key: OffloadKey, length: int) -> int:
     return xxhash.xxh3_64_intdigest(scope.text + key + length.to_bytes(8, "little"))
+
+
+def pack_header(row: BackendRow) -> bytes:
+    """Return the header of a row's value."""
+    if len(row.seal) > _MOST_SEAL:
+        raise InputError(f"seal: expected at most {_MOST_SEAL} bytes, got {len(row.seal)}")
+    return _HEADER.pack(_MAGIC, row.nbytes, row.scope, len(row.seal), row.seal)
+
+
+def seal_in(header: bytes | bytearray | memoryview, row: BackendRow) -> bytes:
+    """Return the seal in a header; an empty one, which no row has, if the header is not this row's."""
+    magic, nbytes, scope, length, seal = _HEADER.unpack(header)
+    if (magic, nbytes, scope) != (_MAGIC, row.nbytes, row.scope) or length > _MOST_SEAL:
+        return b""
+    return bytes(seal[:length])
+
+
+def copy_into(pieces: Sequence[memoryview], payload: memoryview) -> None:
+    """Copy a payload with the GIL released; an assignment to a memoryview would hold it."""
+    source, at = np.frombuffer(payload, np.uint8), 0
+    for piece in pieces:
+        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
+        at += piece.nbytes

@@ -10,30 +10,27 @@ Rows go by key, and names on the server by scope and key: engines with the same 
 rows, and after a reset an engine has names of its own. A row known to be stored is not written again;
 before a large row is sent, the server is asked for it. A server that does not answer delays a request by
 one deadline; while such a call is open, and while the tier is suspended, an unknown chunk counts as absent.
-An I/O thread opens the backend, and retries with growing pauses until that works. Scheduler thread only,
+An I/O thread opens the backend, and retries with growing back-off until that works. Scheduler thread only,
 except for functions that say that they run on an I/O thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import compress
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvtier.config import format_size
 from kvtier.errors import IntegrityError
-from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, BackendRow, Outcome, TierJob, TierMiss, TierResult
-from kvtier.tiers.io_threads import Direction, IOReport
+from kvtier.keys import OffloadKey, get_offload_group_idx
+from kvtier.residency import MissReason
+from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob, TierResult
+from kvtier.tiers.io_threads import say_error
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
-from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
-from kvtier.tiers.row_mover import JobRows, say_error
+from kvtier.tiers.remote_lookups import InFlightLookup, InFlightLookups, PresenceCache
 from kvtier.tiers.seal import SealKey, SealScope
-from kvtier.tiers.server_questions import KnownRows, Question, Questions
-
-__all__ = ["SharedTier"]
 
 _LONGEST_BACKOFF = 5.0
 """The most seconds between two probes of a suspended server: a server that works again is used soon."""
@@ -41,12 +38,10 @@ _SLOW_FAILURE = 0.1
 """A failure this slow delays requests, so a single one suspends. A few quick failures are tolerated."""
 _LARGE_ROW = 64 << 10
 """From this size on, sending a row takes longer than asking whether it is there."""
-_ASK_FIRST, _SEND_AT_ONCE = -1, 0
-"""Values of a written row's `place`. Servers have no places, so the field is free for this."""
 
 
 class _OpenedServer(NamedTuple):
-    """A backend whose server has answered, and the memory that it was told of."""
+    """A backend whose server has answered, and the memory that it was given."""
 
     backend: Backend
     memory: memoryview | None
@@ -90,10 +85,10 @@ class SharedTier(IOTier):
         self._num_threads = threads
         self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
-        self._place, self._told_open = place, False
-        self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # questions from before it was open
+        self._server, self._is_logged = place, False
+        self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # lookups from before it was open
         self._suffix = ""  # of the last reset
-        self._known, self._questions = KnownRows(REMEMBERED, clock), Questions()
+        self._known, self._lookups = PresenceCache(REMEMBERED, clock), InFlightLookups()
         # Rows of the current scope that a call works on. No row is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()
@@ -112,8 +107,11 @@ class SharedTier(IOTier):
     def lacks_namespace(self) -> bool:
         return self._io.backend is not None and not self._is_named
 
-    def lend(self, memory: memoryview) -> None:
-        self._memory = memory
+    def set_buffer(self, buffer: RowBuffer) -> None:
+        super().set_buffer(buffer)
+        if buffer.memory is None:
+            return
+        self._memory = buffer.memory
         backend, self._io.backend = self._io.backend, None
         if backend is not None:  # opened before: usable again once it knows the memory
             self._lend_again(backend)
@@ -125,12 +123,12 @@ class SharedTier(IOTier):
     def _open_once(self, backend: Backend | None = None) -> _OpenedServer:
         """Open the backend, unless it is open, and tell it which memory holds the rows. On an I/O thread."""
         memory = self._memory
-        backend = _with_memory(backend or _WriteOnce(self._open_backend()), memory)
+        backend = _with_memory(backend or self._open_backend(), memory)
         self._releases.add(backend.close)
         return _OpenedServer(backend, memory)
 
     def _use(self, opened: _OpenedServer) -> None:
-        if opened.memory is not self._memory:  # the memory was lent meanwhile
+        if opened.memory is not self._memory:  # the memory was set meanwhile
             self._lend_again(opened.backend)
         else:
             self._io.backend = opened.backend
@@ -142,17 +140,17 @@ class SharedTier(IOTier):
             self._is_named = True
             self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
         if self.is_open():
-            self._tell_place()
+            self._log_server()
             unasked, self._unasked = self._unasked, []
             for keys, deadline in unasked:
                 self.ask(keys, deadline)
 
-    def _tell_place(self) -> None:
-        if not self._told_open:
-            self._told_open = True
+    def _log_server(self) -> None:
+        if not self._is_logged:
+            self._is_logged = True
             size = format_size(self.row_bytes)
-            self._tell_open(
-                self._place, f"rows of {size}; only the server knows how many it holds and may hold"
+            self._log_open(
+                self._server, f"rows of {size}; only the server knows how many it holds and may hold"
             )
 
     # -- asking ------------------------------------------------------------------------------------
@@ -167,149 +165,144 @@ class SharedTier(IOTier):
         return [self._look_up(key, now) for key in keys]
 
     def _look_up(self, key: OffloadKey, now: float) -> bool | None:
-        """Say what is known of a chunk; `None`: an answer may still come."""
+        """Return what is known of a chunk; `None` if an answer may still come."""
         known = self._known.look_up(key, now)
         if known is not None:
             return known
-        question = self._questions.get(key)
-        if question is not None:
-            return None if now < question.deadline else False
-        return None if self._questions.num_late == 0 else False
+        lookup = self._lookups.get(key)
+        if lookup is not None:
+            return None if now < lookup.deadline else False
+        return None if self._lookups.num_late == 0 else False
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         if self.is_awaited():
             self._unasked.append((keys, deadline))
-        if not self._is_readable() or self._questions.num_late:
+        if not self._is_readable() or self._lookups.num_late:
             return
         new: list[OffloadKey] = []
         for key, found in zip(keys, self.lookup_many(keys), strict=True):
-            if (question := self._questions.get(key)) is not None:
-                question.deadline = max(question.deadline, deadline)
+            if (lookup := self._lookups.get(key)) is not None:
+                lookup.deadline = max(lookup.deadline, deadline)
             elif found is None:
                 new.append(key)
         if new:
-            question = self._questions.add(new, self._scope.number, deadline)
+            lookup = self._lookups.add(new, self._scope.number, deadline)
             self._counts["questions"] += 1
             self._io.call(
-                lambda: self._search(question), lambda value, error: self._answer(question, value, error)
+                lambda: self._search(lookup), lambda value, error: self._answer(lookup, value, error)
             )
 
-    def _search(self, question: Question) -> FoundPrefix | None:
-        """Search for the chunks, unless the question is late already. On an I/O thread."""
+    def _search(self, lookup: InFlightLookup) -> FoundPrefix | None:
+        """Search for the chunks, unless the lookup is late already. On an I/O thread."""
         began, backend = self._clock(), self._io.backend
-        if question.is_late or backend is None:
+        if lookup.is_late or backend is None:
             return None
-        question.began = began
-        rows = [BackendRow(key, (), scope=question.scope) for key in question.keys]
+        lookup.began = began
+        rows = [BackendRow(key, (), scope=lookup.scope) for key in lookup.keys]
         calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.run_soon)
         try:
-            return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
+            return search_prefix(calls.contains, rows, calls.width, lambda: not lookup.is_late)
         finally:
-            question.seconds = self._clock() - began
+            lookup.seconds = self._clock() - began
 
-    def _answer(self, question: Question, found: FoundPrefix | None, error: BaseException | None) -> None:
-        """Process the answer to a question, even a late one."""
-        self._questions.forget(question)
-        if question.scope != self._scope.number:
+    def _answer(
+        self, lookup: InFlightLookup, found: FoundPrefix | None, error: BaseException | None
+    ) -> None:
+        """Process the answer to a lookup, even a late one."""
+        self._lookups.forget(lookup)
+        if lookup.scope != self._scope.number:
             return
         if error is not None:
-            self._note_failure(Direction.PROMOTE, say_error(error), question.seconds)
-            self._note_absent(question.keys, TierMiss.NO_ANSWER)
+            self._record_failure(Direction.PROMOTE, say_error(error), lookup.seconds)
+            self._record_absent(lookup.keys, MissReason.TOO_SLOW)
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
-            self._health[Direction.PROMOTE].note_success()
-            self._note_there(
-                [key for key, is_there in zip(question.keys, found.there, strict=True) if is_there]
+            self._health[Direction.PROMOTE].record_success()
+            self._record_present(
+                [key for key, is_there in zip(lookup.keys, found.there, strict=True) if is_there]
             )
-            absent = [key for key, is_there in zip(question.keys, found.there, strict=True) if not is_there]
-            if not question.is_late:  # else some rounds were skipped
+            absent = [key for key, is_there in zip(lookup.keys, found.there, strict=True) if not is_there]
+            if not lookup.is_late:  # else some rounds were skipped
                 evicted = [key for key in absent if self._known.was_there(key)]
-                self._note_absent(absent, TierMiss.NEVER_STORED)
-                self._note_absent(evicted, TierMiss.EVICTED)
+                self._record_absent(absent, MissReason.NEVER_STORED)
+                self._record_absent(evicted, MissReason.EVICTED)
 
-    def _look_after_questions(self) -> None:
-        """Give up late questions. A server that still does not answer is suspended."""
-        if not len(self._questions):
+    def _look_after_lookups(self) -> None:
+        """Give up late lookups. A server that still does not answer is suspended."""
+        if not len(self._lookups):
             return
-        if unanswered := self._questions.take_late(self._clock()):
-            self._note_absent(unanswered, TierMiss.NO_ANSWER)
-        for question in self._questions.late():
-            if self._is_stuck(question.began):
-                self._suspend("a question is not answered")
-                self._questions.forget(question)  # it must not block others after a successful probe
+        if unanswered := self._lookups.take_late(self._clock()):
+            self._record_absent(unanswered, MissReason.TOO_SLOW)
+        for lookup in self._lookups.late():
+            if self._is_stuck(lookup.began):
+                self._suspend("a lookup is not answered")
+                self._lookups.forget(lookup)  # it must not block others after a successful probe
 
-    def _note_there(self, keys: list[OffloadKey]) -> None:
-        self._known.note(keys, is_there=True)
+    def _record_present(self, keys: list[OffloadKey]) -> None:
+        self._known.record(keys, is_there=True)
 
-    def _note_absent(self, keys: list[OffloadKey], reason: TierMiss) -> None:
-        self._known.note(keys, is_there=False)
-        self._misses.note(keys, reason)
+    def _record_absent(self, keys: list[OffloadKey], reason: MissReason) -> None:
+        self._known.record(keys, is_there=False)
+        self._misses.record(keys, reason)
 
-    def explain(self, key: OffloadKey) -> TierMiss | None:
+    def explain(self, key: OffloadKey) -> MissReason | None:
         if not self.is_open():
-            return TierMiss.NOT_OPEN
+            return MissReason.NOT_OPEN
         if key in self._writing:
-            return TierMiss.WRITING
+            return MissReason.WRITING
         known = self._known.last(key)
         if known is False:
-            return self._misses.get(key) or TierMiss.NEVER_STORED
+            return self._misses.get(key) or MissReason.NEVER_STORED
         if self._is_suspended(Direction.PROMOTE):
-            return TierMiss.SUSPENDED
+            return MissReason.SUSPENDED
         if known:
             return None
-        return TierMiss.NO_ANSWER if self._questions.get(key) is not None else self._misses.get(key)
+        return MissReason.TOO_SLOW if self._lookups.get(key) is not None else self._misses.get(key)
 
     def _is_readable(self) -> bool:
         return self.is_open() and not self._closed and not self._is_suspended(Direction.PROMOTE)
 
     # -- moving ------------------------------------------------------------------------------------
 
-    def promote(self, job: TierJob) -> None:
-        keys = job.keys
+    def promote(self, job: RowJob) -> None:
         if not self._is_readable():
-            self._refuse(job.job_id, keys, Outcome.SUSPENDED if self.is_open() else Outcome.ABSENT)
+            reason = MissReason.SUSPENDED if self.is_open() else MissReason.NOT_OPEN
+            self._refuse(job, range(len(job)), reason)
             return
         busy = self._writing | self._deleting
-        self._refuse(job.job_id, [key for key in keys if key in busy], Outcome.ABSENT)
-        are_free = [key not in busy for key in keys]
-        self._reading.update(compress(keys, are_free))
-        self._submit_reads(job, are_free, [-1] * sum(are_free))
+        free = [at for at, key in enumerate(job.keys) if key not in busy]
+        if len(free) < len(job):
+            self._refuse(job, [at for at, key in enumerate(job.keys) if key in busy], MissReason.EVICTED)
+        self._reading.update(job.keys_at(free))
+        self._submit(job, free)
 
-    def demote(self, job: TierJob) -> list[OffloadKey]:
+    def demote(self, job: RowJob) -> list[int]:
         keys = list(dict.fromkeys(job.keys))
         if not self.takes_rows():
-            self._note_refused(keys)
+            self._record_refused(keys)
             return []
-        missing = [key for key in keys if self._may_write(key)]
+        busy, is_stored = self._writing | self._deleting | self._reading.keys(), self._known.was_there
+        missing = [key for key in keys if key not in busy and not is_stored(key)]
         wanted = self._within_bounds(missing)
-        self._note_refused(missing[len(wanted) :])
+        self._record_refused(missing[len(wanted) :])
+        positions = job.positions_of(wanted)
         if wanted:
             self._writing.update(wanted)
             self._last_progress = now = self._clock()
-            self._submit_writes(job, wanted, [self._how_to_send(key, now) for key in wanted])
-        return wanted
+            if self.row_bytes >= _LARGE_ROW:
+                sure = self._known.was_just_absent
+                job.may_exist = frozenset(at for at in positions if not sure(job.keys[at], now))
+            self._submit(job, positions)
+        return positions
 
-    def _how_to_send(self, key: OffloadKey, now: float) -> int:
-        """Say whether to ask the server before a row is sent."""
-        return _SEND_AT_ONCE if self._known.was_just_absent(key, now) else _ASK_FIRST
-
-    def _may_write(self, key: OffloadKey) -> bool:
-        """Say whether a row is not known to be stored, and no call works on it."""
-        return not (
-            self._known.was_there(key)
-            or key in self._writing
-            or key in self._deleting
-            or key in self._reading
-        )
-
-    def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
-        self._let_go(direction, rows, self._scope)  # a reset gives up all jobs from before it
-        if direction is Direction.DEMOTE:
-            self._counts["dropped"] += len(rows)
-            self._misses.note(rows.keys, TierMiss.REFUSED)
+    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
+        keys = self._let_go(job, positions)
+        if job.direction is Direction.DEMOTE:
+            self._counts["dropped"] += len(positions)
+            self._misses.record(keys, MissReason.REFUSED)
 
     def poll(self) -> list[TierResult]:
-        self._look_after_questions()
+        self._look_after_lookups()
         results = super().poll()
         if not self.is_open():
             self._take_name()
@@ -317,76 +310,80 @@ class SharedTier(IOTier):
 
     # -- outcomes of rows --------------------------------------------------------------------------
 
-    def _settle(self, report: IOReport) -> None:
-        super()._settle(report)
-        if report.in_use and report.direction is Direction.PROMOTE:
-            self._note_absent(self._current(report.rows, report.scope), TierMiss.NO_ANSWER)
+    def _settle(self, result: TierResult) -> None:
+        super()._settle(result)
+        if result.in_use and result.job.direction is Direction.PROMOTE:
+            self._record_absent(self._current(result.job, result.positions), MissReason.TOO_SLOW)
 
-    def _settle_read(self, report: IOReport) -> None:
-        rows, outcome = report.rows, report.returned or report.outcome
-        current = self._let_go(Direction.PROMOTE, rows, report.scope)
-        if outcome is Outcome.DONE:
-            if report.returned is None:
-                self._count_moved(report, "promoted")
-            self._health[Direction.PROMOTE].note_success()
-            self._note_there(current)
-        elif outcome is Outcome.FAILED_CHECK:
-            self._counts["failed_checks"] += len(rows)
-            self._note_absent(current, TierMiss.FAILED_CHECK)
+    def _settle_read(self, result: TierResult) -> None:
+        outcome, count = result.outcome, len(result.positions)
+        current = self._let_go(result.job, result.positions)
+        if outcome is None:
+            if not result.returned:
+                self._count_moved(result, "promoted")
+            self._health[Direction.PROMOTE].record_success()
+            self._record_present(current)
+        elif outcome is MissReason.FAILED:
+            self._counts["failed_checks"] += count
+            self._record_absent(current, MissReason.FAILED)
             self._delete(current)
-        elif outcome is Outcome.ABSENT:
-            self._health[Direction.PROMOTE].note_success()
-            self._counts["evicted"] += len(rows)
+        elif outcome is MissReason.EVICTED:
+            self._health[Direction.PROMOTE].record_success()
+            self._counts["evicted"] += count
             # The server may have lost all rows; the rows behind these were not even read.
             self._known.doubt()
-            self._note_absent(current, TierMiss.EVICTED)
-        elif outcome is Outcome.FAILED:
-            self._counts["failed"] += len(rows)
-            self._note_failure(Direction.PROMOTE, report.why, report.seconds)
-            self._note_absent(current, TierMiss.FAILED)
+            self._record_absent(current, MissReason.EVICTED)
+        elif outcome is MissReason.IO_FAILED:
+            self._counts["failed"] += count
+            self._record_failure(Direction.PROMOTE, result.why, result.seconds)
+            self._record_absent(current, MissReason.IO_FAILED)
         else:
-            self._note_absent(current, TierMiss.NO_ANSWER)
+            self._record_absent(current, MissReason.TOO_SLOW)
 
-    def _settle_write(self, report: IOReport) -> None:
-        rows, outcome = report.rows, report.returned or report.outcome
-        current = self._let_go(Direction.DEMOTE, rows, report.scope)
-        if outcome is Outcome.DONE:
-            self._count_moved(report, "demoted")
-            self._health[Direction.DEMOTE].note_success()
+    def _settle_write(self, result: TierResult) -> None:
+        outcome, count = result.outcome, len(result.positions)
+        current = self._let_go(result.job, result.positions)
+        if outcome is None:
+            self._count_moved(result, "demoted")
+            self._health[Direction.DEMOTE].record_success()
             self._last_progress = self._clock()
-            self._note_there([key for key in current if key not in self._deleting])
-        elif outcome is Outcome.FAILED:
-            self._counts["failed"] += len(rows)
-            self._note_failure(Direction.DEMOTE, report.why, report.seconds)
-            self._misses.note(current, TierMiss.FAILED)
+            self._record_present([key for key in current if key not in self._deleting])
+        elif outcome is MissReason.IO_FAILED:
+            self._counts["failed"] += count
+            self._record_failure(Direction.DEMOTE, result.why, result.seconds)
+            self._misses.record(current, MissReason.IO_FAILED)
         else:
-            self._counts["dropped"] += len(rows)
-            self._misses.note(current, TierMiss.REFUSED)
+            self._counts["dropped"] += count
+            self._misses.record(current, MissReason.REFUSED)
 
-    def _current(self, rows: JobRows, scope: SealScope) -> list[OffloadKey]:
+    def _current(self, job: RowJob, positions: list[int]) -> list[OffloadKey]:
         """Return the keys of rows, or none if they are from before a reset."""
-        return rows.keys if scope.number == self._scope.number else []
+        return job.keys_at(positions) if job.scope.number == self._scope.number else []
 
-    def _let_go(self, direction: Direction, rows: JobRows, scope: SealScope) -> list[OffloadKey]:
-        """Note that no call works on rows any more.
+    def _let_go(self, job: RowJob, positions: list[int]) -> list[OffloadKey]:
+        """Record that no call works on rows any more.
 
         Return their keys, or none if they are from before a reset.
         """
-        current = self._current(rows, scope)
-        if direction is Direction.DEMOTE:
+        current = self._current(job, positions)
+        if job.direction is Direction.DEMOTE:
             self._writing.difference_update(current)
         else:
-            self._reading -= Counter(current)
-        self._delete([key for key in current if key in self._unwanted])
+            for key in current:
+                self._reading[key] -= 1
+                if not self._reading[key]:
+                    self._reading.pop(key)
+        if self._unwanted:
+            self._delete([key for key in current if key in self._unwanted])
         return current
 
-    def _note_failure(self, direction: Direction, why: str, seconds: float) -> None:
-        """Note that a call has failed.
+    def _record_failure(self, direction: Direction, why: str, seconds: float) -> None:
+        """Record that a call has failed.
 
         A slow failure suspends at once: it delays requests like no answer.
         """
         health = self._health[direction]
-        health.note_failure(why)
+        health.record_failure(why)
         if seconds >= _SLOW_FAILURE:
             health.suspend(why)
 
@@ -398,7 +395,7 @@ class SharedTier(IOTier):
         If the process is killed before the deletion, the rows are still there. Such a row fails its check
         again, is a miss again, and is deleted by the next reader.
         """
-        self._note_absent(list(keys), TierMiss.FAILED_CHECK)
+        self._record_absent(list(keys), MissReason.FAILED)
         if self.is_open():
             self._delete(list(keys))
 
@@ -430,12 +427,12 @@ class SharedTier(IOTier):
         """Use new names from now on: the rows of other engines stay as they are."""
         self._suffix = suffix
         self._scope = SealScope(self._scope.namespace, suffix=suffix, seal_key=self._seal_key)
-        self._misses.note(list(self._known), TierMiss.CLEARED)
+        self._misses.record(list(self._known), MissReason.CLEARED)
         self._known.clear()
         for rows in (self._writing, self._deleting, self._unwanted, self._reading):
             rows.clear()
-        self._questions.forget_chunks()
-        self._io.give_up(Outcome.RESET)
+        self._lookups.forget_chunks()
+        self._io.give_up(MissReason.CLEARED)
 
     # -- reports and ends --------------------------------------------------------------------------
 
@@ -446,7 +443,7 @@ class SharedTier(IOTier):
 
     def check(self) -> None:
         super().check()
-        self._questions.check()
+        self._lookups.check()
         for holds, what in (
             (self._writing.isdisjoint(self._reading), "no row is written and read at once"),
             (
@@ -465,48 +462,6 @@ class SharedTier(IOTier):
         return ended
 
 
-class _WriteOnce(Backend):
-    """A backend that does not send large rows which the server has: another engine may have sent them.
-
-    The stored row may be wrong; then its next reader deletes it. I/O threads only.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.contains_batch, self.writes_once = backend.contains_batch, backend.writes_once
-        self.call_bytes = backend.call_bytes
-
-    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        doubtful = [row for row in rows if row.place == _ASK_FIRST and row.nbytes >= _LARGE_ROW]
-        if not doubtful:
-            return self._backend.write(rows)
-        found = zip(doubtful, self._backend.contains(doubtful), strict=True)
-        there = {row.key for row, is_there in found if is_there}
-        absent = [row for row in rows if row.key not in there]
-        errors = dict(
-            zip([row.key for row in absent], self._backend.write(absent) if absent else (), strict=True)
-        )
-        return [errors.get(row.key) for row in rows]
-
-    def lend(self, memory: memoryview) -> None:
-        self._backend.lend(memory)
-
-    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
-        return self._backend.read(rows)
-
-    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
-        return self._backend.contains(rows)
-
-    def delete(self, rows: Sequence[BackendRow]) -> None:
-        self._backend.delete(rows)
-
-    def probe(self) -> None:
-        self._backend.probe()
-
-    def close(self) -> None:
-        self._backend.close()
-
-
 def _with_memory(backend: Backend, memory: memoryview | None) -> Backend:
     """Tell a backend which memory holds the rows, if that is known. On an I/O thread."""
     try:
@@ -516,3 +471,102 @@ def _with_memory(backend: Backend, memory: memoryview | None) -> Backend:
         backend.close()
         raise
     return backend
+
+
+Contains = Callable[[Sequence[BackendRow]], list[bool]]
+
+
+class FoundPrefix(NamedTuple):
+    """Whether each chunk is stored, and the number of sequential calls that it took to find out."""
+
+    there: list[bool]
+    round_trips: int
+
+
+def search_prefix(
+    contains: Contains, rows: Sequence[BackendRow], width: int, is_wanted: Callable[[], bool] = lambda: True
+) -> FoundPrefix:
+    """Find out in few round trips which rows of a prefix are there, with calls of `width` rows at most.
+
+    A prefix is stored from its head on, so the stored chunks are usually a run from the head. If one call
+    can ask about all chunks, it does, and sees gaps. Otherwise the search asks about the first chunk first,
+    since most prompts are new, and then searches for the end of the run: each round asks about chunks at
+    even distances and leaves one interval between two of them. It does not notice a gap before that end
+    (other engines' rows may have evicted a chunk): the read of that chunk fails then. Rows of several groups
+    are searched group by group if one call cannot take all. Once the answer is no longer wanted, no further
+    call is made, and chunks not known by then count as absent. Any thread; it blocks.
+    """
+    if not rows:
+        return FoundPrefix([], 0)
+    if len(rows) <= width:
+        return FoundPrefix(contains(rows), 1)
+    by_group: dict[int, list[int]] = {}
+    for at, row in enumerate(rows):
+        by_group.setdefault(get_offload_group_idx(row.key), []).append(at)
+    there, round_trips = [False] * len(rows), 0
+    for positions in by_group.values():
+        found = _search_run(contains, [rows[at] for at in positions], width, is_wanted)
+        round_trips += found.round_trips
+        for at, is_there in zip(positions, found.there, strict=True):
+            there[at] = is_there
+    return FoundPrefix(there, round_trips)
+
+
+def _search_run(
+    contains: Contains, rows: Sequence[BackendRow], width: int, is_wanted: Callable[[], bool]
+) -> FoundPrefix:
+    """Search for the end of the run: `[0, low)` is there, `[high, ...)` is not."""
+    low, high, round_trips = 0, len(rows), 0
+    while low < high and is_wanted():
+        left = high - low
+        if left <= width:
+            last = contains(rows[low:high])
+            return FoundPrefix([True] * low + last + [False] * (len(rows) - high), round_trips + 1)
+        asked = [low + (at + 1) * left // (width + 1) for at in range(width)]
+        if round_trips == 0:
+            asked[0] = 0
+        answers = contains([rows[at] for at in asked])
+        round_trips += 1
+        num_there = next((at for at, is_there in enumerate(answers) if not is_there), width)
+        if num_there < width:
+            high = asked[num_there]
+        if num_there:
+            low = asked[num_there - 1] + 1
+    return FoundPrefix([True] * low + [False] * (len(rows) - low), round_trips)
+
+
+class CallsAtOnce:
+    """Splits one call of `contains` about many rows into several parallel calls of `batch` rows each.
+
+    `spawn` runs a function on a free thread, now or later. The calling thread works too, and waits only for
+    calls that have begun, so it does not matter if no other thread is ever free.
+    """
+
+    def __init__(
+        self, contains: Contains, batch: int, most: int, spawn: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._contains, self._batch, self._most, self._spawn = contains, batch, most, spawn
+        self.width = batch * most
+        """The rows of one call of `contains`, at most."""
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        """Return for each row whether it is stored. `OSError` if a call fails."""
+        parts = [rows[at : at + self._batch] for at in range(0, len(rows), self._batch)]
+        answers: list[Future[list[bool]]] = [Future() for _ in parts]
+        left = deque(zip(parts, answers, strict=True))
+
+        def work() -> None:
+            while left:
+                try:
+                    part, answer = left.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                try:
+                    answer.set_result(self._contains(part))
+                except Exception as error:  # the top of the work that another thread does for us
+                    answer.set_exception(error)
+
+        for _ in range(min(len(parts), self._most) - 1):
+            self._spawn(work)
+        work()
+        return [is_there for answer in answers for is_there in answer.result()]

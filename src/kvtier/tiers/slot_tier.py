@@ -4,7 +4,7 @@ Lookups are answered from memory. A demotion takes a slot, evicts if it must, an
 has succeeded; a promotion pins its slots until its call has returned. A row that fails its check is dropped
 in this tier only. Three things are bounded: bytes queued for demotion (the end of a job that is too long is
 refused), bytes with the backend (`tiers/io_threads`), bytes written in a day. Calls that are stuck or fail
-suspend the tier (`tiers/health`).
+suspend the tier (`io_tier.TierHealth`).
 
 `DiskTier` is a `SlotTier` over files; the tests of a manager use one with a backend in memory. Scheduler
 thread only.
@@ -15,23 +15,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import compress
 
 import numpy as np
 
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
-from kvtier.policies.slots import ClearedChunks
-from kvtier.tiers.base import Backend, BackendRow, Outcome, TierChange, TierJob, TierMiss
-from kvtier.tiers.io_threads import Direction, IOReport
+from kvtier.policies.slots import ABSENT, ClearedChunks
+from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
+from kvtier.slot_table import SlotTable
+from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowJob, TierResult
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
-from kvtier.tiers.recent_keys import RecentKeys
-from kvtier.tiers.row_mover import JobRows
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
-from kvtier.tiers.write_limit import WriteLimit
-
-__all__ = ["SlotTier"]
 
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
@@ -39,6 +33,64 @@ _SLICE = 2048
 """Chunks of a reset that are announced per step."""
 _DISCARD_WAIT = 0.5
 """How long a discard may wait for deletions, and for writes that have begun."""
+_HOURS = 24
+
+
+class WriteLimit:
+    """Bounds the bytes that a tier writes in any 24 hours, counted by the hour.
+
+    Flash wears out, and an engine can write more in a day than a disk is made for in a month. Hours are
+    those of the wall clock, because the count outlives the process. If the clock goes back, writes count
+    into the newest hour; if the clock was more than a day ahead, the old counts are treated as written just
+    now. Scheduler thread only.
+    """
+
+    def __init__(self, limit: int | None, wall_clock: Callable[[], float] = time.time) -> None:
+        """Without a `limit`, bytes are only counted."""
+        self.limit = limit
+        self._wall_clock = wall_clock
+        self._hour = 0
+        self._written = [0] * _HOURS
+
+    @property
+    def room(self) -> int | None:
+        """The bytes that may be written now; `None` if there is no limit."""
+        if self.limit is None:
+            return None
+        self._turn()
+        return max(0, self.limit - sum(self._written))
+
+    def spend(self, nbytes: int) -> None:
+        """Count written bytes."""
+        self._turn()
+        self._written[self._hour % _HOURS] += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Take back bytes that were counted and not written, as far as that was in this hour."""
+        self._turn()
+        at = self._hour % _HOURS
+        self._written[at] = max(0, self._written[at] - nbytes)
+
+    def save(self) -> list[int]:
+        """Return the state for a later process: the hour, and the bytes of each of 24 hours."""
+        return [self._hour, *self._written]
+
+    def restore(self, saved: Sequence[int]) -> None:
+        """Continue the count of an earlier process. Ignores invalid values."""
+        if len(saved) == _HOURS + 1 and saved[0] > 0 and min(saved) >= 0:
+            self._hour, self._written = saved[0], list(saved[1:])
+        self._turn()
+
+    def _turn(self) -> None:
+        """Forget the hours that are more than a day ago."""
+        if (now := int(self._wall_clock() // 3600)) == self._hour:
+            return
+        if (ahead := self._hour - now) > _HOURS:  # else nothing would be forgotten until that hour
+            self._written = [self._written[(hour + ahead) % _HOURS] for hour in range(_HOURS)]
+            self._hour = now
+        for hour in range(max(self._hour, now - _HOURS) + 1, now + 1):
+            self._written[hour % _HOURS] = 0
+        self._hour = max(self._hour, now)
 
 
 class SlotTier(IOTier):
@@ -67,13 +119,13 @@ class SlotTier(IOTier):
         )
         self._limit = write_limit or WriteLimit(None)
         self._table: SlotTable | None = None
-        self._offered: RecentKeys[bool] = RecentKeys(REMEMBERED)
+        self._offered: BoundedKeyMap[bool] = BoundedKeyMap(REMEMBERED)
         self._read_failures: Counter[int] = Counter()
         self._bad_rows: Counter[int] = Counter()  # by slot, for as long as the tier lives
         self._undeleted: set[int] = set()  # slots of dropped rows that a later process might find
         self._delete_again: list[Callable[[], None]] = []
-        self._events: list[TierChange] = []
-        self._cleared, self._cleared_because = ClearedChunks(), TierMiss.CLEARED
+        self._events: list[OffloadingEvent] = []
+        self._cleared, self._cleared_because = ClearedChunks(), MissReason.CLEARED
 
     def open_table(self, table: SlotTable, backend: Backend, scope: SealScope) -> None:
         """Open the tier with these slots, this backend and this scope."""
@@ -95,17 +147,17 @@ class SlotTier(IOTier):
             return None if keys and self.is_awaited() else 0
         return table.leading(_as_list(keys))
 
-    def explain(self, key: OffloadKey) -> TierMiss | None:
+    def explain(self, key: OffloadKey) -> MissReason | None:
         table = self._table
         if table is None:
-            return TierMiss.NOT_OPEN
+            return MissReason.NOT_OPEN
         if table.is_writing(key):
-            return TierMiss.WRITING
+            return MissReason.WRITING
         if table.ready([key])[0]:
-            return TierMiss.SUSPENDED if self._is_suspended(Direction.PROMOTE) else None
+            return MissReason.SUSPENDED if self._is_suspended(Direction.PROMOTE) else None
         if key in self._cleared:
             return self._cleared_because
-        return self._misses.get(key) or TierMiss.NEVER_STORED
+        return self._misses.get(key) or MissReason.NEVER_STORED
 
     def _readable(self) -> SlotTable | None:
         return None if self._is_suspended(Direction.PROMOTE) or self._closed else self._table
@@ -116,48 +168,56 @@ class SlotTier(IOTier):
 
     # -- moving ------------------------------------------------------------------------------------
 
-    def promote(self, job: TierJob) -> None:
-        table, keys = self._readable(), job.keys
+    def promote(self, job: RowJob) -> None:
+        table = self._readable()
         if table is None:
             is_open = self._table is not None
-            self._refuse(job.job_id, keys, Outcome.SUSPENDED if is_open else Outcome.ABSENT)
+            self._refuse(job, range(len(job)), MissReason.SUSPENDED if is_open else MissReason.NOT_OPEN)
             return
-        ready = table.ready(keys)
-        self._refuse(
-            job.job_id, [key for key, found in zip(keys, ready, strict=True) if not found], Outcome.ABSENT
-        )
-        slots = table.find(list(compress(keys, ready)))
-        table.pin(slots)
-        self._submit_reads(job, ready, slots.tolist())
+        ready = table.ready(job.keys)
+        job.addresses = table.find(job.keys)
+        if all(ready):
+            wanted: Sequence[int] = range(len(job))
+            table.pin(job.addresses)
+        else:
+            wanted = [at for at, is_ready in enumerate(ready) if is_ready]
+            self._refuse(job, [at for at, is_ready in enumerate(ready) if not is_ready], MissReason.EVICTED)
+            table.pin(job.addresses[wanted])
+        self._submit(job, wanted)
 
-    def demote(self, job: TierJob) -> list[OffloadKey]:
+    def demote(self, job: RowJob) -> list[int]:
         table, offered = self._writable(), job.keys
         if table is None:
-            self._note_refused(offered)
+            self._record_refused(offered)
             return []
         missing = table.missing(offered)
         wanted = self._within_bounds(self._within_limit(missing))
         if not wanted:
-            self._note_refused(missing)
+            self._record_refused(missing)
             return []
         spared = table.held(offered) if len(missing) < len(offered) else _NO_SLOTS
         slots, evicted, victims = table.reserve(wanted, spared)
         taken = wanted[: len(slots)]
         if len(taken) < len(missing):
             distinct = set(taken)
-            self._note_refused([key for key in missing if key not in distinct])
+            self._record_refused([key for key in missing if key not in distinct])
         if evicted:
             self._counts["evicted"] += len(evicted)
-            self._misses.note(evicted, TierMiss.EVICTED)
+            self._misses.record(evicted, MissReason.EVICTED)
             self._announce_removed(evicted, victims)
-        if taken:
+        positions = job.positions_of(taken)
+        if positions:
             self._limit.spend(len(taken) * self.row_bytes)
             self._last_progress = self._clock()
-            self._submit_writes(job, taken, slots.tolist())
-        return taken
+            job.addresses = slots
+            if len(positions) < len(job):
+                job.addresses = np.full(len(job), ABSENT, dtype=np.int64)
+                job.addresses[positions] = slots
+            self._submit(job, positions)
+        return positions
 
-    def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
-        (self._unpin if direction is Direction.PROMOTE else self._note_dropped)(rows)
+    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
+        (self._unpin if job.direction is Direction.PROMOTE else self._give_up_writes)(job, positions)
 
     def _within_limit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Leave out keys that the write limit forbids: beyond it, a row must be offered a second time."""
@@ -166,104 +226,102 @@ class SlotTier(IOTier):
             return keys
         within = room // self.row_bytes
         forbidden = dict.fromkeys(key for key in keys[within:] if not self._offered.get(key))
-        self._offered.note(forbidden, True)
+        self._offered.record(forbidden, True)
         return [key for key in keys if key not in forbidden]
 
     # -- outcomes of rows --------------------------------------------------------------------------
 
-    def _settle_read(self, report: IOReport) -> None:
-        rows, outcome = report.rows, report.returned or report.outcome
+    def _settle_read(self, result: TierResult) -> None:
+        job, positions, outcome = result.job, result.positions, result.outcome
         health = self._health[Direction.PROMOTE]
-        if outcome is Outcome.DONE:
-            if report.returned is None:
-                self._count_moved(report, "promoted")
-            health.note_success()
-            for place in rows.places if self._read_failures else ():
-                self._read_failures.pop(place, None)
-            self._unpin(rows)
-        elif outcome is Outcome.FAILED_CHECK:
-            self._counts["failed_checks"] += len(rows)
-            self._drop_bad(self._still_held(rows), TierMiss.FAILED_CHECK)
-            self._unpin(rows)
-        elif outcome is Outcome.ABSENT:
-            self._drop_bad(self._still_held(rows), TierMiss.LOST)
-            self._unpin(rows)
-        elif outcome is Outcome.FAILED:
-            self._counts["failed"] += len(rows)
-            health.note_failure(report.why)
-            self._note_read_failures(rows)
-            self._unpin(rows)
-        else:
-            self._unpin(rows)
+        if outcome is None:
+            if not result.returned:
+                self._count_moved(result, "promoted")
+            health.record_success()
+            if self._read_failures:
+                for slot in job.addresses_at(positions).tolist():
+                    self._read_failures.pop(slot, None)
+        elif outcome is MissReason.FAILED:
+            self._counts["failed_checks"] += len(positions)
+            self._drop_bad(self._still_held(job, positions), MissReason.FAILED)
+        elif outcome is MissReason.EVICTED:
+            self._drop_bad(self._still_held(job, positions), MissReason.LOST)
+        elif outcome is MissReason.IO_FAILED:
+            self._counts["failed"] += len(positions)
+            health.record_failure(result.why)
+            self._count_read_failures(job, positions)
+        self._unpin(job, positions)
 
-    def _settle_write(self, report: IOReport) -> None:
-        rows, outcome = report.rows, report.returned or report.outcome
+    def _settle_write(self, result: TierResult) -> None:
+        job, positions, outcome = result.job, result.positions, result.outcome
         health = self._health[Direction.DEMOTE]
-        table = self._expect_table()
-        self._undeleted.difference_update(rows.places)
-        if outcome is Outcome.DONE:
-            self._count_moved(report, "demoted")
-            health.note_success()
+        table, slots = self._expect_table(), job.addresses_at(positions)
+        if self._undeleted:
+            self._undeleted.difference_update(slots.tolist())
+        if outcome is None:
+            self._count_moved(result, "demoted")
+            health.record_success()
             self._last_progress = self._clock()
-            if (stored := table.complete(rows.keys)) is not None:
+            keys = result.keys
+            if (stored := table.complete(keys)) is not None:
                 self._announce_stored(stored)
                 return
-            slots = _array(rows.places)
-            held = table.find(rows.keys) == slots
+            held = table.find(keys) == slots
             self._announce_stored(table.written(slots[held]))
             if not held.all():
-                self._end_discarded(rows.pick(np.flatnonzero(~held).tolist()), report.scope)
-        elif outcome is Outcome.FAILED:
-            self._counts["failed"] += len(rows)
-            health.note_failure(report.why)
-            self._misses.note(table.unwritten(_array(rows.places)), TierMiss.FAILED)
+                gone = np.flatnonzero(~held).tolist()
+                self._end_discarded(job, [keys[at] for at in gone], slots[gone])
+        elif outcome is MissReason.IO_FAILED:
+            self._counts["failed"] += len(positions)
+            health.record_failure(result.why)
+            self._misses.record(table.unwritten(slots), MissReason.IO_FAILED)
         else:
-            self._note_dropped(rows)
+            self._give_up_writes(job, positions)
 
-    def _end_discarded(self, rows: JobRows, scope: SealScope) -> None:
-        """Free the slots of rows that were made absent while they were written.
+    def _end_discarded(self, job: RowJob, keys: list[OffloadKey], slots: Slots) -> None:
+        """Free the slots of rows of a job that were made absent while they were written.
 
         A row from before a reset is void by its scope; a discarded row must be deleted first.
         """
         free = self._expect_table().written
-        if scope.number != self._scope.number:
-            free(_array(rows.places))
+        if job.scope.number != self._scope.number:
+            free(slots)
         else:
-            self._delete(rows.keys, rows.places, free)
+            self._delete(keys, slots, free)
 
-    def _delete(self, keys: list[OffloadKey], places: list[int], free: Callable[[Slots], object]) -> None:
+    def _delete(self, keys: list[OffloadKey], slots: Slots, free: Callable[[Slots], object]) -> None:
         """Delete rows, then free their slots. Failed deletions are tried again after a successful probe."""
         backend = self._io.backend
         if keys and backend is not None:
-            scope = self._scope.number
-            rows = [BackendRow(key, (), place, scope) for key, place in zip(keys, places, strict=True)]
-            self._undeleted.update(places)
+            scope, addresses = self._scope.number, slots.tolist()
+            rows = [BackendRow(key, (), at, scope) for key, at in zip(keys, addresses, strict=True)]
+            self._undeleted.update(addresses)
 
             def end(_value: object, error: BaseException | None) -> None:
                 if error is None:
-                    self._undeleted.difference_update(places)
-                    free(_array(places))
+                    self._undeleted.difference_update(addresses)
+                    free(slots)
                 else:
                     self._health[Direction.DEMOTE].suspend(f"rows cannot be deleted: {error}")
-                    self._delete_again.append(lambda: self._delete(keys, places, free))
+                    self._delete_again.append(lambda: self._delete(keys, slots, free))
 
             self._io.call(lambda: backend.delete(rows), end)
 
-    def _note_read_failures(self, rows: JobRows) -> None:
+    def _count_read_failures(self, job: RowJob, positions: list[int]) -> None:
         """Drop rows whose read failed twice: a disk may recover after a while, a bad sector does not.
 
         A read that does not return counts as failed: else every attempt would cost a deadline and a thread.
         """
-        slots = self._still_held(rows)
+        slots = self._still_held(job, positions)
         self._read_failures.update(slots)
-        self._drop_bad([slot for slot in slots if self._read_failures[slot] > 1], TierMiss.FAILED)
+        self._drop_bad([slot for slot in slots if self._read_failures[slot] > 1], MissReason.IO_FAILED)
 
-    def _still_held(self, rows: JobRows) -> list[int]:
+    def _still_held(self, job: RowJob, positions: list[int]) -> list[int]:
         """Return the slots that still hold these rows."""
-        is_held = self._expect_table().is_held
-        return [slot for key, slot in zip(rows.keys, rows.places, strict=True) if is_held(slot, key)]
+        is_held, slots = self._expect_table().is_held, job.addresses_at(positions).tolist()
+        return [slot for key, slot in zip(job.keys_at(positions), slots, strict=True) if is_held(slot, key)]
 
-    def _drop_bad(self, slots: list[int], reason: TierMiss) -> None:
+    def _drop_bad(self, slots: list[int], reason: MissReason) -> None:
         """Drop rows whose bytes are at fault. A slot that has spoilt two rows is not used again."""
         self._bad_rows.update(slots)
         bad = [slot for slot in slots if self._bad_rows[slot] >= _BAD_ROWS]
@@ -271,7 +329,7 @@ class SlotTier(IOTier):
             self._expect_table().pin(_array(bad))  # for ever, so the slot never becomes free
         self._drop(_array(slots), reason)
 
-    def _drop(self, slots: Slots, reason: TierMiss) -> None:
+    def _drop(self, slots: Slots, reason: MissReason) -> None:
         """Make chunks absent, on the backend too. Their slots become free when the deletion is done."""
         if not len(slots):
             return
@@ -282,24 +340,24 @@ class SlotTier(IOTier):
         table.pin(slots[ready])  # the slots must not be reused before the records are deleted
         removed, unwritten = table.drop(slots)
         self._undeleted.update(slots[~ready].tolist())  # until the write has ended and the row is deleted
-        self._io.cancel(Direction.DEMOTE, unwritten, Outcome.FAILED_CHECK)
-        self._misses.note([*removed, *unwritten], reason)
+        self._io.cancel(Direction.DEMOTE, unwritten, MissReason.FAILED)
+        self._misses.record([*removed, *unwritten], reason)
         self._announce_removed(removed, slots[ready])
-        places = slots[ready].tolist()
-        for place in places:
-            self._read_failures.pop(place, None)
-        self._delete(removed, places, table.unpin)
+        for slot in slots[ready].tolist():
+            self._read_failures.pop(slot, None)
+        self._delete(removed, slots[ready], table.unpin)
 
-    def _unpin(self, rows: JobRows) -> None:
+    def _unpin(self, job: RowJob, positions: list[int]) -> None:
         if self._table is not None:
-            self._table.unpin(_array(rows.places))
+            self._table.unpin(job.addresses_at(positions))
 
-    def _note_dropped(self, rows: JobRows) -> None:
+    def _give_up_writes(self, job: RowJob, positions: list[int]) -> None:
         """Give up rows that were taken for demotion but never written."""
-        self._counts["dropped"] += len(rows)
-        self._limit.give_back(rows.nbytes)
+        self._counts["dropped"] += len(positions)
+        self._limit.give_back(len(positions) * self.row_bytes)
         if self._table is not None:
-            self._misses.note(self._table.unwritten(_array(rows.places)), TierMiss.REFUSED)
+            unwritten = self._table.unwritten(job.addresses_at(positions))
+            self._misses.record(unwritten, MissReason.REFUSED)
 
     def _announce_stored(
         self, keys: list[OffloadKey], descriptions: tuple[bytes, ...] | None = None
@@ -307,21 +365,21 @@ class SlotTier(IOTier):
         if keys:
             if self._cleared:
                 self._announce_cleared(self._cleared.take_before(keys, self._expect_table().find(keys)))
-            self._events.append(TierChange(tuple(keys), self.medium, False, descriptions))
+            self._events.append(OffloadingEvent(keys, self.medium, False, descriptions))
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce the removal of keys that were ready in these slots."""
         if keys:
-            self._events.append(TierChange(tuple(keys), self.medium, True))
+            self._events.append(OffloadingEvent(keys, self.medium, True))
 
     # -- suspension --------------------------------------------------------------------------------
 
-    def _note_stuck_reads(self, rows: JobRows) -> None:
+    def _settle_stuck_read(self, batch: RowBatch) -> None:
         if self._table is not None:
-            self._note_read_failures(rows)
+            self._count_read_failures(batch.job, batch.positions)
 
-    def _end_probe(self, value: object, error: BaseException | None) -> None:
-        super()._end_probe(value, error)
+    def _end_probe(self, error: BaseException | None) -> None:
+        super()._end_probe(error)
         if error is None:
             again, self._delete_again = self._delete_again, []
             for delete in again:
@@ -344,24 +402,24 @@ class SlotTier(IOTier):
         if self._table is None:
             return
         slots = self._table.held(_as_list(keys))
-        self._drop(slots, TierMiss.FAILED_CHECK)
+        self._drop(slots, MissReason.FAILED)
         dropped, until = set(slots.tolist()), time.monotonic() + _DISCARD_WAIT
         writing = self._health[Direction.DEMOTE]
         while (
             dropped & self._undeleted and writing.problem is None and (left := until - time.monotonic()) > 0
         ):
             self._io.wait_any(left)
-            for report in self._io.poll():
-                self._settle(report)
+            for result in self._io.poll():
+                self._settle(result)
         if writing.problem is None and dropped & self._undeleted:
             self._suspend("a deletion does not return")
 
     def reset(self, suffix: str) -> None:
         self._scope = SealScope(self._scope.namespace, self._scope.epoch + 1, suffix)
-        self._forget_all(TierMiss.CLEARED)
-        self._io.give_up(Outcome.RESET)
+        self._forget_all(MissReason.CLEARED)
+        self._io.give_up(MissReason.CLEARED)
 
-    def _forget_all(self, reason: TierMiss) -> None:
+    def _forget_all(self, reason: MissReason) -> None:
         """Make everything absent at once, and leave the backend as it is."""
         self._offered.clear()
         self._read_failures.clear()
@@ -370,10 +428,10 @@ class SlotTier(IOTier):
             book, ready, unwritten = self._table.clear()
             self._cleared.add(book, self._announced(ready))
             self._cleared_because = reason
-            self._misses.note(unwritten, reason)
+            self._misses.record(unwritten, reason)
             self._announce_cleared(self._cleared.take(_SLICE))
 
-    def take_events(self) -> list[TierChange]:
+    def take_events(self) -> list[OffloadingEvent]:
         if self._cleared:
             self._announce_cleared(self._cleared.take(_SLICE))
         events, self._events = self._events, []
@@ -385,8 +443,8 @@ class SlotTier(IOTier):
 
     def _announce_cleared(self, keys: list[OffloadKey]) -> None:
         if keys:
-            self._misses.note(keys, self._cleared_because)
-            self._events.append(TierChange(tuple(keys), self.medium, True))
+            self._misses.record(keys, self._cleared_because)
+            self._events.append(OffloadingEvent(keys, self.medium, True))
 
     def has_pending_work(self) -> bool:
         return super().has_pending_work() or bool(self._cleared)

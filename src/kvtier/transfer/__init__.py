@@ -1,9 +1,8 @@
 """Transfers: bytes on their way between an engine's cache and the pool.
 
 `base` has the contracts and `plan` the pairing of the two ends; both need no torch and are exported here.
-`jobs` keeps the records of a handler's jobs. `layout` turns engine tensors into canonical form, `spans`
-turns those into arrays that copy many pages at once, and `host` and `cuda` move them. These need torch:
-import them by their own names.
+`jobs` keeps the records of a handler's jobs. `layout` turns engine tensors into canonical form, and `host`
+and `cuda` move their pages. These need torch: import them by their own names.
 """
 
 from __future__ import annotations

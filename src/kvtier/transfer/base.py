@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,22 +22,6 @@ from kvtier.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "NULL_BLOCK",
-    "AuditLoadStoreSpec",
-    "BlockIDsLoadStoreSpec",
-    "CPULoadStoreSpec",
-    "CanonicalKVCacheRef",
-    "CanonicalKVCacheTensor",
-    "CanonicalKVCaches",
-    "GPULoadStoreSpec",
-    "LoadStoreSpec",
-    "OffloadingHandler",
-    "TransferResult",
-    "TransferSpec",
-    "TransferType",
-]
-
 NULL_BLOCK = 0
 """The block id that means *no block here* (a block that a sliding window has left behind).
 
@@ -46,7 +30,7 @@ Engines never allocate it.
 
 
 class LoadStoreSpec(ABC):
-    """The place of the bytes at one end of a transfer."""
+    """Where the bytes are at one end of a transfer."""
 
     @staticmethod
     @abstractmethod
@@ -67,10 +51,10 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Blocks of the engine's paged cache, on any device.
 
-    `block_ids` are ordered by group. `group_sizes[g]` of them belong to group g (`None`: one group). Within
-    a group they are consecutive blocks of one request, the first being its `block_indices[g]`-th block: with
-    chunks of several blocks, `block_indices[g] % blocks_per_chunk` leading blocks of the first chunk are
-    skipped.
+    `block_ids` are ordered by group. `group_sizes[g]` of them belong to group g; without sizes there is one
+    group. Within a group they are consecutive blocks of one request, the first being its
+    `block_indices[g]`-th block: with chunks of several blocks, `block_indices[g] % blocks_per_chunk` leading
+    blocks of the first chunk are skipped.
     """
 
     def __init__(
@@ -171,8 +155,6 @@ class CanonicalKVCaches:
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
-    layer_ends: list[dict[str, int]] = field(default_factory=list)
-    """For each group, if known, the number of leading refs that hold a layer and all layers before it."""
 
     def block_bytes(self, group: int) -> int:
         """Return the bytes of one block of a group, without padding."""
@@ -180,7 +162,7 @@ class CanonicalKVCaches:
 
 
 class OffloadingHandler(ABC):
-    """The mover of bytes in one direction, asynchronously.
+    """Moves bytes in one direction, asynchronously.
 
     Every job that `transfer_async` accepts yields exactly one result from `get_finished`. After that the
     handler never again reads or writes either end of the job: its blocks and slots may be used for others.
@@ -188,22 +170,7 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a job and return at once. `False`: the job was refused and gets no result."""
-
-    def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a load whose first layers should arrive first, for an engine that begins with them.
-
-        A handler may ignore that order.
-        """
-        return self.transfer_async(job_id, spec)
-
-    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Wait until one layer of a load is in place. On a device the caller's stream waits, not the caller.
-
-        This may block for `timeout` seconds. `False`: the layer cannot be promised, and the caller must wait
-        for the job's result. Results computed from the layer are valid only if the job succeeds.
-        """
-        return False
+        """Start a job and return at once. `False` means that the job was refused and gets no result."""
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
@@ -214,7 +181,7 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        """Block until these jobs are over or `timeout` seconds have passed; say whether they are over.
+        """Block until these jobs are over or `timeout` seconds have passed; return whether they are over.
 
         Unknown ids count as over. `get_finished` still returns the results.
         """

@@ -36,8 +36,6 @@ from kvtier.transfer.base import (
     TransferSpec,
 )
 
-__all__ = ["AuditingHandler", "RowComparer", "distance", "tolerance"]
-
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
@@ -205,7 +203,7 @@ class AuditingHandler(OffloadingHandler):
         return results
 
     def _begin_comparing(self, result: TransferResult) -> bool:
-        """Hand an audit whose copies have arrived to the thread; say whether `result` was of one."""
+        """Hand an audit whose copies have arrived to the thread; return whether `result` was of one."""
         audit = self._copying.pop(result.job_id, None)
         if audit is None or not result.success:
             return False

@@ -38,8 +38,6 @@ from kvtier.transfer.base import (
 )
 from kvtier.transfer.plan import JobBounds, Plan, pair_blocks
 
-__all__ = ["Clock", "Ends", "Job", "JobHandler", "Loads", "Stores"]
-
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
@@ -117,10 +115,10 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """Return the two ends of a job, or `None` if it is of the other direction."""
 
     @abstractmethod
-    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> J:
+    def _make_job(self, job_id: int, ends: Ends, deadline: float) -> J:
         """Return a new job, or raise `InputError`.
 
-        The job follows all work that the engine has been told to do so far.
+        The job follows all work that the engine has been given so far.
         """
 
     @abstractmethod
@@ -133,7 +131,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     @abstractmethod
     def _end(self, job: J) -> bool:
-        """Stop a job and give it its result; say whether it had no result before.
+        """Stop a job and give it its result; return whether it had no result before.
 
         Afterwards the job touches no memory.
         """
@@ -149,8 +147,8 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """Prepare the calling thread, if it calls for the first time."""
         return
 
-    def _note_progress(self) -> None:
-        """Note the blocks that have arrived. `_lock` is held."""
+    def _update_progress(self) -> None:
+        """Record the blocks that have arrived. `_lock` is held."""
         return
 
     def _abandon(self, job: J) -> None:
@@ -164,9 +162,6 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
         A wrong spec raises `InputError` and touches no memory.
         """
-        return self._accept(job_id, spec)
-
-    def _accept(self, job_id: int, spec: TransferSpec, *, by_layer: bool = False) -> bool:
         ends = self._expect_ends(spec)
         if not self.pool.complete:
             raise PoolError(
@@ -179,7 +174,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             if self._closed or len(self._jobs) >= self._max_jobs:
                 return False
             try:
-                job = self._make_job(job_id, ends, self._clock() + self._deadline, by_layer)
+                job = self._make_job(job_id, ends, self._clock() + self._deadline)
             except TransferError as error:
                 logger.warning("%s job %d was refused: %s", self, job_id, error)
                 return False
@@ -194,19 +189,15 @@ class JobHandler(OffloadingHandler, Generic[J]):
         if self._jobs:
             self._enter_thread()
             with self._lock:
-                self._note_progress()
+                self._update_progress()
             self._end_late_jobs()
         with self._lock:
             taken, self._results = self._results, []
         return taken
 
-    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Block until a job is over, for `timeout` seconds at most; say whether it has succeeded."""
-        return self.wait({job_id}, timeout) and self._has_succeeded(job_id)
-
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        """Block until these jobs are over, until their deadlines at most, or until `timeout`; say whether
-        they are over.
+        """Block until these jobs are over, until their deadlines at most, or until `timeout`; return
+        whether they are over.
         """
         until = None if timeout is None else time.monotonic() + timeout
         self._enter_thread()
@@ -215,14 +206,14 @@ class JobHandler(OffloadingHandler, Generic[J]):
             left = self.wait_tick if until is None else until - time.monotonic()
             if left <= 0:
                 with self._lock:
-                    self._note_progress()
+                    self._update_progress()
                 return self._are_over(job_ids)
             self._wait_a_little(job_ids, min(left, self.wait_tick))
             self._end_late_jobs()
         return True
 
     def wait_ending(self, job: J, timeout: float | None = None) -> bool:
-        """Block until a job is being ended, or `timeout`; say whether it is ending.
+        """Block until a job is being ended, or `timeout`; return whether it is ending.
 
         Probes use this to let a job hang.
         """
@@ -295,10 +286,6 @@ class JobHandler(OffloadingHandler, Generic[J]):
         if self._thread is not None:  # else no thread waits for it
             self._changed.notify_all()
 
-    def _has_succeeded(self, job_id: int) -> bool:
-        with self._changed:
-            return any(result.job_id == job_id and result.success for result in self._results)
-
     def _end_late_jobs(self) -> None:
         if not self._jobs:
             return
@@ -307,7 +294,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             # Jobs are in the order of their deadlines.
             late = list(takewhile(lambda job: now > job.deadline, self._jobs.values()))
             if late:
-                self._note_progress()
+                self._update_progress()
         for job in reversed(late):  # the last first, so that ending the running job does not start another
             if self._end(job):
                 logger.warning("%s job %d was not over after %.3g s", self, job.job_id, self._deadline)

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 from math import prod
 
 import torch
@@ -28,9 +27,7 @@ from kvtier.config import GroupConfig
 from kvtier.errors import LayoutError
 from kvtier.transfer.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-__all__ = ["KVLayout", "canonicalize"]
-
-_Place = tuple[int, int, int]
+_Address = tuple[int, int, int]
 
 
 class KVLayout(Enum):
@@ -57,7 +54,7 @@ class _Pages:
     page: int
 
     @property
-    def place(self) -> _Place:
+    def address(self) -> _Address:
         """The identity of the memory, equal for layers that view the same memory."""
         return self.storage.data_ptr(), self.offset, self.stride
 
@@ -84,10 +81,9 @@ def canonicalize(
     layers = {name: _pages(name, tensor, num_blocks, layout) for name, tensor in kv_caches.items()}
     by_group = [_pages_of_group(i, group, layers) for i, group in enumerate(groups)]
     unique = _widest(pages for group in by_group for pages in group)
-    index = {pages.place: i for i, pages in enumerate(unique)}
-    refs = [[CanonicalKVCacheRef(index[pages.place], pages.page) for pages in group] for group in by_group]
-    ends = [_layer_ends(group, pages, layers) for group, pages in zip(groups, by_group, strict=True)]
-    return CanonicalKVCaches([_tensor(pages, unique, num_blocks) for pages in unique], refs, ends)
+    index = {pages.address: i for i, pages in enumerate(unique)}
+    refs = [[CanonicalKVCacheRef(index[pages.address], pages.page) for pages in group] for group in by_group]
+    return CanonicalKVCaches([_tensor(pages, unique, num_blocks) for pages in unique], refs)
 
 
 def _check_names(kv_caches: Mapping[str, torch.Tensor], groups: Sequence[GroupConfig]) -> None:
@@ -153,7 +149,7 @@ def _dense_pages(name: str, tensor: torch.Tensor, blocks: torch.Tensor) -> _Page
 
 
 def _is_dense(blocks: torch.Tensor) -> bool:
-    """Say whether a block's elements fill one run of memory, in any order of dimensions."""
+    """Return whether a block's elements fill one run of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(blocks.stride()[1:], blocks.shape[1:], strict=True)):
         if size > 1 and stride != expected:
@@ -172,21 +168,12 @@ def _pages_of_group(index: int, group: GroupConfig, layers: Mapping[str, list[_P
     return distinct
 
 
-def _layer_ends(
-    group: GroupConfig, distinct: list[_Pages], layers: Mapping[str, list[_Pages]]
-) -> dict[str, int]:
-    """Return for each layer of a group the number of leading pages that hold it and all layers before it."""
-    index = {pages.place: i for i, pages in enumerate(distinct)}
-    last = [max(index[pages.place] for pages in layers[name]) + 1 for name in group.layer_names]
-    return dict(zip(group.layer_names, accumulate(last, max), strict=True))
-
-
 def _widest(pages: Iterable[_Pages]) -> list[_Pages]:
-    """Return the largest pages of every place, in the order in which places first appear."""
-    kept: dict[_Place, _Pages] = {}
+    """Return the largest pages at every address, in the order in which addresses first appear."""
+    kept: dict[_Address, _Pages] = {}
     for candidate in pages:
-        if candidate.place not in kept or candidate.page > kept[candidate.place].page:
-            kept[candidate.place] = candidate
+        if candidate.address not in kept or candidate.page > kept[candidate.address].page:
+            kept[candidate.address] = candidate
     return list(kept.values())
 
 

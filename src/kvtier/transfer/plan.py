@@ -1,4 +1,4 @@
-"""`Plan`: the two ends of a job, paired block by block: each block with its place in a slot.
+"""`Plan`: the two ends of a job, paired block by block: each block with its index in a slot.
 
     blocks_per_chunk = 4, block_indices = (6,):
         blocks of the request   6  7 | 8  9 10 11 | 12
@@ -6,7 +6,7 @@
         index in the slot       2  3 | 0  1  2  3 | 0
 
 Each group with blocks begins a new slot, so it takes `ceil((size + skipped) / blocks_per_chunk)` slots. Null
-blocks take a place in a slot but have no bytes. Everything is checked before any memory is touched. These
+blocks take an index in a slot but have no bytes. Everything is checked before any memory is touched. These
 are pure functions over numpy arrays, without torch. Every handler uses them; any thread may call them.
 """
 
@@ -22,15 +22,12 @@ import numpy.typing as npt
 from kvtier.errors import InputError
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["JobBounds", "Plan", "pair_blocks", "pair_plain", "stage_bounds"]
-
 Ints = npt.NDArray[np.int64]
 
 _FEW = 64
 # All small plans share these, because making arrays takes most of a small plan's time.
 _COUNT, _ZEROS = np.arange(4096), np.zeros(4096, np.int64)
 _COUNT.flags.writeable = _ZEROS.flags.writeable = False
-_STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +70,6 @@ class Plan:
                 yield group, self.part(slice(first, min(stop, first + longest[group])))
 
 
-def stage_bounds(num_layers: int) -> list[int]:
-    """Return the number of layers that have arrived after each stage of a load that comes layer by layer.
-
-    Stages get shorter. While a stage arrives, the engine computes the stage before it; so at the end only a
-    short stage is left to compute.
-    """
-    return [round(share * num_layers) for share in _STAGES]
-
-
 def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds) -> Plan:
     """Check the ends of a job against each other and the bounds, and pair them."""
     if bounds.num_groups == bounds.blocks_per_chunk == len(gpu.group_sizes) == 1:
@@ -94,21 +82,21 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds)
         raise InputError(f"expected {sum(taken)} slots for {wants}, got {len(cpu.block_ids)}")
     _check_range("block ids", gpu.block_ids, bounds.num_blocks)
     _check_range("slots", cpu.block_ids, bounds.num_slots)
-    # places count through all of the job's slots, block by block
+    # Offsets count through all of the job's slots, block by block.
     per_chunk = bounds.blocks_per_chunk
     firsts = [sum(taken[:group]) * per_chunk + skip for group, skip in enumerate(skipped)]
     sizes = gpu.group_sizes
-    places = _join([np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)])
+    offsets = _join([np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)])
     groups = _join([np.full(size, group) for group, size in enumerate(sizes)])
     there = gpu.block_ids != NULL_BLOCK
-    positions = np.arange(len(places))
+    positions = np.arange(len(offsets))
     if not there.all():
-        positions, places, groups = positions[there], places[there], groups[there]
-    slots, indices = np.divmod(places, per_chunk)
+        positions, offsets, groups = positions[there], offsets[there], groups[there]
+    slots, indices = np.divmod(offsets, per_chunk)
     return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[slots], indices)
 
 
-def pair_plain(blocks: Ints, slots: Ints) -> Plan:
+def pair_simple(blocks: Ints, slots: Ints) -> Plan:
     """Pair blocks with as many slots, for one group whose chunks are single blocks, with no null block."""
     count = len(blocks)
     if count > len(_COUNT):
@@ -126,7 +114,7 @@ def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBo
     least = _check_range("block ids", blocks, bounds.num_blocks)
     _check_range("slots", slots, bounds.num_slots)
     if least != NULL_BLOCK:
-        return pair_plain(blocks, slots)
+        return pair_simple(blocks, slots)
     positions = (blocks != NULL_BLOCK).nonzero()[0]
     nothing = np.zeros(len(positions), np.int64)
     return Plan(positions, nothing, blocks[positions], slots[positions], nothing)

@@ -39,16 +39,11 @@ from kvtier.connector import (
 )
 from kvtier.errors import ConfigError
 from kvtier.integrations.summary import Summary
-from kvtier.integrations.vllm.describe import describe_engine, summarize
-from kvtier.integrations.vllm.explain import RequestLog, answer_params
-from kvtier.integrations.vllm.late_stores import EndedRequests
-from kvtier.integrations.vllm.layout import wanted_layout
-from kvtier.integrations.vllm.live_weights import LiveWeights, find_models, watchable
-from kvtier.integrations.vllm.load_gate import LoadGate
-from kvtier.integrations.vllm.logs import show_messages
-from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
-from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
+from kvtier.integrations.vllm.describe import KVTierHandshake, describe_engine, summarize, wanted_layout
+from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats, show_messages
+from kvtier.integrations.vllm.requests import AdmissionGate, EndedRequests, RequestLog, answer_params
 from kvtier.integrations.vllm.translate import describer, step_view, translate_event
+from kvtier.integrations.vllm.weights import LiveWeights, find_models, watchable
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 
 if TYPE_CHECKING:
@@ -59,8 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput as VllmConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["KVTierConnector", "KVTierMetadata", "KVTierWorkerMetadata", "logger"]
-
 logger = init_logger("vllm.kvtier")  # below vLLM's own logger: other loggers get no handler
 
 _IDLE_SECONDS = 0.005  # how long a step without tokens may wait for a transfer
@@ -69,14 +62,14 @@ _TIER_SECONDS = 0.001  # how long a step may wait for rows of a tier, instead of
 
 @dataclass(slots=True)
 class KVTierMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders to every worker. `idle`: the step computes nothing."""
+    """One step's orders to every worker. An `idle` step computes nothing."""
 
     orders: OffloadingConnectorMetadata
     idle: bool
     clears: int = 0
     """The number of resets so far after which no KV was left, neither in the tiers nor in vLLM."""
     changes: int = 0
-    """The number of changes of the weights that the scheduler's side has been told so far."""
+    """The number of changes of the weights that the scheduler's side knows of."""
 
 
 @dataclass(slots=True)
@@ -118,7 +111,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kept_entries: Any = None  # vLLM's own cache at the last reset; a new object after a clear
         self._clears = self._changes = 0  # as in `KVTierMetadata`; a worker's are those of its last step
         self._live_weights: LiveWeights | None = None
-        self._has_new_weights = False  # whether this worker has yet to tell so
+        self._has_new_weights = False  # whether this worker has yet to report so
         self._changes_at_notice = -1  # loads of steps with no more changes may bring KV of old weights
         self._shown: set[str] = set()  # requests known to the core connector
         self._updated = False  # whether this step's output was processed
@@ -138,14 +131,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Make everything that depends on the engine's geometry."""
         self._groups = config.groups
         self._windowed = any(group.sliding_window is not None for group in config.groups)
-        self._load_gate = LoadGate(config.groups)
-        self._request_log = RequestLog(_say, config.settings.load_deadline)
+        self._admission_gate = AdmissionGate(config.groups)
+        self._request_log = RequestLog(_log, config.settings.load_deadline)
         describe = describer(self._vllm_config)
         self._connector = OffloadingConnector(config, role, self.make_spec(config), describe)
         if self._connector.connector_scheduler is not None:
-            _say(summarize(config))
+            _log(summarize(config))
             scheduler = self._connector.connector_scheduler
-            self._summary = Summary(scheduler.stats, _say, describe_tiers=scheduler.describe_tiers)
+            self._summary = Summary(scheduler.stats, _log, describe_tiers=scheduler.describe_tiers)
             self._summary.start()
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
@@ -179,11 +172,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         if not self._awaits_handshake:
             return
-        told = next((shape for shape in metadata.values() if isinstance(shape, KVTierHandshake)), None)
-        if told is None:
+        found = next((shape for shape in metadata.values() if isinstance(shape, KVTierHandshake)), None)
+        if found is None:
             problem = "expected the first handshake of a MultiConnector to be kvtier's, got another"
             raise ConfigError("pipeline_parallel_size", f"{problem}; name kvtier first")
-        role, sizes = ConnectorRole.SCHEDULER, told.bytes_by_rank
+        role, sizes = ConnectorRole.SCHEDULER, found.bytes_by_rank
         self._make_half(describe_engine(self._vllm_config, self._kv_cache_config, role, sizes), role)
         self._awaits_handshake = False
 
@@ -213,13 +206,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # before it allocates blocks: the window of this token begins one token earlier than that of the
             # next.
             tokens = min(tokens, request.num_tokens - 1 - num_computed_tokens)
-        if tokens is not None and self._load_gate.must_go_first(request, tokens, self._kv_cache_manager):
+        if tokens is not None and self._admission_gate.must_wait(request, tokens, self._kv_cache_manager):
             return None, False
         return tokens, bool(tokens)
 
     def _most_to_load(self, request: Request) -> int | None:
-        """Return how many tokens may be offered to vLLM for a request; `None`: any number."""
-        if request in self._load_gate:
+        """Return how many tokens may be offered to vLLM for a request. `None` means any number."""
+        if request in self._admission_gate:
             # A load of this request failed, ours or a sibling connector's. vLLM 0.32 may wait for ever to
             # begin another, since it reserves the blocks of this request against itself. A sibling that is
             # asked after us must not offer any tokens either.
@@ -232,8 +225,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Note the blocks that a request got; with external tokens, plan their load."""
-        self._load_gate.add(request)
+        """Record the blocks that a request got; with external tokens, plan their load."""
+        self._admission_gate.add(request)
         block_ids = blocks.get_block_ids()
         if request.request_id in self._shown:
             self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
@@ -242,7 +235,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         """Return this step's orders for the workers."""
-        self._load_gate.discard(scheduler_output.num_scheduled_tokens)
+        self._admission_gate.discard(scheduler_output.num_scheduled_tokens)
         step = step_view(scheduler_output)
         step.ended = self._ended.entries()
         step.speculative_blocks, self._untracked_blocks = self._untracked_blocks, set()
@@ -281,12 +274,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. Its blocks may be freed: running stores that read them are fenced."""
-        self._load_gate.discard([request.request_id])
+        self._admission_gate.discard([request.request_id])
         self._shown.discard(request.request_id)
         if not self._ended.add(request):
             self._end([request])
         explanation = self._connector.explain(request.request_id)
-        self._request_log.note(request.request_id, explanation)
+        self._request_log.record(request.request_id, explanation)
         return False, answer_params(request, explanation)
 
     def _end(self, requests: list[Request]) -> None:
@@ -295,7 +288,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._connector.request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """Say whether the engine must keep stepping for transfers although it has no requests."""
+        """Return whether the engine must keep stepping for transfers although it has no requests."""
         return bool(self._ended) or self._connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
@@ -370,7 +363,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             blocks_first=True,
         )
         is_watched, models = watchable(self._vllm_config), find_models()
-        if is_watched is not None and models:
+        if not models:
+            logger.warning(
+                "kvtier: vLLM's model runner was not found, so weights that change in memory go unnoticed:"
+                " call reset_prefix_cache(reset_running_requests=True, reset_connector=True) after a change"
+            )
+        elif is_watched is not None:
             self._live_weights = LiveWeights(models, is_watched)
 
     def handle_preemptions(self, kv_connector_metadata: KVTierMetadata) -> None:
@@ -423,9 +421,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def _check_weights(self) -> bool:
-        """Say whether results of transfers may be told; `False`: whether the weights are new is not known.
+        """Return whether results of transfers may be reported.
 
-        What is loaded after a change, until the scheduler's side knows of it, counts as failed.
+        They may not while it is unknown whether the weights are new. Loads after a change, until the
+        scheduler's side knows of it, count as failed.
         """
         meta = self._connector_metadata
         if self._live_weights is None or meta is None:
@@ -462,7 +461,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._connector.shutdown()
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     logger.info("%s", line)
 
 
@@ -483,7 +482,7 @@ def _ask_for_recompute(vllm_config: VllmConfig) -> None:
     transfer = _schedulers_config(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
-        _say("kvtier: kv_load_failure_policy is now 'recompute': a failed load costs time, not the request")
+        _log("kvtier: kv_load_failure_policy is now 'recompute': a failed load costs time, not the request")
 
 
 def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
@@ -501,5 +500,5 @@ def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
 
 
 def _takes_tokens_back(request: Request) -> bool:
-    """Say whether a request may lose tokens, as a streaming session does. Its hashes would become wrong."""
+    """Return whether a request may lose tokens, as a streaming session does: its hashes would be wrong."""
     return bool(request.resumable)

@@ -1,4 +1,5 @@
-"""A vLLM engine in kvtier's terms: its geometry, its user's settings, and the namespace of its bytes.
+"""A vLLM engine in kvtier's terms: its geometry, its pipeline stages, its user's settings, the namespace of
+its bytes, and the cache layout to ask it for.
 
 This module refuses configurations that kvtier cannot serve, with the reason. Nothing here keeps state: any
 thread may call it.
@@ -7,16 +8,21 @@ thread may call it.
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 import torch
 from vllm.config.cache import CacheDType
-from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, in_the_same_node_as
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -28,9 +34,8 @@ from vllm.v1.kv_cache_interface import (
 from kvtier import __version__
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
 from kvtier.connector import ConnectorRole
-from kvtier.errors import ConfigError, InputError
+from kvtier.errors import ConfigError, InputError, KVTierError
 from kvtier.integrations.vllm.engine_settings import all_settings, installed_libraries
-from kvtier.integrations.vllm.pipeline_stages import BytesByRank, gather_bytes_by_rank
 from kvtier.integrations.vllm.weights import all_weights
 from kvtier.keys import fingerprint
 from kvtier.namespace import Namespace
@@ -39,8 +44,6 @@ from kvtier.transfer.compare import tolerance
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-
-__all__ = ["describe_engine", "kv_lookahead", "summarize"]
 
 logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
 
@@ -65,6 +68,14 @@ _ONE_MACHINE = (
     "the ranks of an engine share one pool of host memory; keep tensor_parallel_size within a machine"
     f" and use data_parallel_size over machines; {_INSTEAD}"
 )
+
+
+BytesByRank = tuple[tuple[int, ...], ...]
+"""The bytes of one block, for each rank and of each KV cache group."""
+BLOCKS_OUTERMOST = "BLNHC"
+_BACKENDS = (None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)  # None: vLLM chooses
+_BLOCK_SIZES = (16, 32, 64)  # sizes that the kernels of all backends take unchanged
+_AMPERE, _HOPPER = 8, 9  # devices for which vLLM chooses FlashAttention itself
 
 
 def describe_engine(
@@ -257,10 +268,12 @@ def _namespace(
         hash_block_size=hash_block_size,
         engine=installed_libraries(),
     )
-    return Namespace(lambda: name(weights=[digest() for digest in weights], settings=settings()), _tell)
+    return Namespace(
+        lambda: name(weights=[digest() for digest in weights], settings=settings()), _log_namespace
+    )
 
 
-def _tell(namespace: Namespace) -> None:
+def _log_namespace(namespace: Namespace) -> None:
     if namespace.problem is None:
         logger.info("kvtier: the namespace is %s", str(namespace.get_nowait())[:12])
     else:
@@ -315,3 +328,81 @@ def summarize(config: OffloadingConfig) -> str:
         f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s),"
         f" {_describe_audits(config)}, namespace {'being computed' if namespace is None else namespace[:12]}"
     )
+
+
+# -- pipeline stages --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KVTierHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The data that rank 0 sends to the scheduler's side."""
+
+    bytes_by_rank: BytesByRank
+
+
+def gather_bytes_by_rank(
+    describe_groups: Callable[[], tuple[GroupConfig, ...]], ranks_per_stage: int
+) -> BytesByRank:
+    """Exchange the block sizes of all stages, and return them for all ranks.
+
+    vLLM gives a worker the KV cache config of its own stage, and the scheduler that of the first. But the
+    lengths of the other ranks' images decide how long a row is and where a rank's image lies in it. So the
+    workers exchange them when their connectors are made, and rank 0 sends them to the scheduler's side by
+    vLLM's handshake, which comes before the first step.
+
+    This blocks until every stage has called it. If one stage cannot be served all of them raise, so that no
+    stage waits for one that has given up.
+    """
+    own: tuple[int, ...] | str
+    try:
+        own = tuple(group.bytes_per_block for group in describe_groups())
+    except KVTierError as error:
+        own = str(error)
+    pipeline = get_pp_group()
+    stages: list[tuple[int, ...] | str] = [()] * pipeline.world_size
+    torch.distributed.all_gather_object(stages, own, group=pipeline.cpu_group)
+    ranks: list[tuple[int, ...]] = []
+    for stage, found in enumerate(stages):
+        if isinstance(found, str):
+            raise InputError(f"pipeline stage {stage}: {found}")
+        ranks += [found] * ranks_per_stage
+    return tuple(ranks)
+
+
+# -- the layout of the cache ------------------------------------------------------------------------
+
+
+def wanted_layout(vllm_config: VllmConfig) -> str | None:
+    """Return the cache layout to ask vLLM for: blocks outermost, so that a block is one run of memory.
+
+    In vLLM's default layout a block is one page for each layer, which a kernel gathers and scatters beside
+    the engine's own kernels. With blocks outermost the copy engine moves a block as it is: on an H200 an
+    engine with nothing to reuse kept 0.999 of its speed instead of 0.984 (docs/vllm.md). vLLM ignores the
+    request with a warning if a backend cannot do it.
+
+    `None` leaves the choice to vLLM, where another layout was not measured to be faster or could keep an
+    engine from starting: vLLM cannot cut blocks that are not dense by layer into the smaller ones of some
+    kernels, and children of a `MultiConnector` must all want the same. `VLLM_KV_CACHE_LAYOUT` overrides any
+    layout.
+    """
+    if not current_platform.is_cuda() or vllm_config.model_config.use_mla or _is_in_company():
+        return None
+    capability = current_platform.get_device_capability()
+    fits = (
+        capability is not None
+        and capability.major in (_AMPERE, _HOPPER)
+        and vllm_config.attention_config.backend in _BACKENDS
+        and vllm_config.cache_config.block_size in _BLOCK_SIZES
+    )
+    return BLOCKS_OUTERMOST if fits else None
+
+
+def _is_in_company() -> bool:
+    """Return whether a `MultiConnector` asks. The configs of its children have no reference to it."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        asker = frame.f_locals.get("cls")
+        if isinstance(asker, type) and issubclass(asker, MultiConnector):
+            return True
+    return False

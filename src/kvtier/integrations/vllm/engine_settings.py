@@ -43,8 +43,6 @@ from kvtier.errors import OutsideError, show_value
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["HARMLESS", "HARMLESS_VARIABLES", "all_settings", "installed_libraries"]
-
 
 def _by_name(names_by_reason: dict[str, str]) -> dict[str, str]:
     """Return the reason of each name."""

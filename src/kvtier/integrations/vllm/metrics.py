@@ -1,11 +1,12 @@
-"""kvtier's counts, in vLLM's log and at its /metrics.
+"""kvtier's messages in vLLM's log, and its counts there and at /metrics.
 
-They are counted on the scheduler's side, and vLLM carries them to the process that shows them. Not for
+Counts are made on the scheduler's side, and vLLM carries them to the process that shows them. Not for
 several threads at once.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -23,14 +24,14 @@ from kvtier.metrics import Histogram, Metric, MetricKind, Registry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-__all__ = ["Counts", "KVTierMetrics", "KVTierStats"]
+    from vllm.config.logging import LoggingConfig
 
 _INTERVAL = 1.0  # seconds between two reads of pool and tiers, whose slots have to be counted
 _TOTALS = tuple(field.name for field in fields(ConnectorStats))
 _TIMES = {"load_seconds": "loads", "store_seconds": "stores"}
 _EVERY_STEP = {*_TOTALS, *_TIMES}
 _get_totals: Callable[[ConnectorStats], tuple[int, ...]] = attrgetter(*_TOTALS)
+_OURS, _VLLM = logging.getLogger("kvtier"), logging.getLogger("vllm")
 
 
 def _metric_of(key: str) -> Metric:
@@ -65,7 +66,7 @@ class KVTierStats(KVConnectorStats):  # type: ignore[misc]
         return reduced
 
     def is_empty(self) -> bool:
-        """Say whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
@@ -161,3 +162,28 @@ class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def _child(self, key: str, engine_idx: int) -> Any:
         name, *tier = key.split(":")
         return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *tier)
+
+
+class _ToVllm(logging.Handler):
+    """Passes messages to the handlers that vLLM's logger has then: vLLM replaces them at each start."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _VLLM.handle(record)
+
+
+def show_messages(config: LoggingConfig) -> None:
+    """Show kvtier's messages as vLLM shows its own, unless the user configures logging. Idempotent.
+
+    vLLM gives handlers to loggers below `vllm` only. Messages of kvtier's own modules, which log below
+    `kvtier`, go to the same handlers, with vLLM's level and format. The root logger is left alone. So are
+    users who configure logging themselves: those who tell vLLM so, and those who have given the logger
+    `kvtier` a handler or cut it off (`propagate`).
+    """
+    if not config.configure_logging or config.pylogging_config_file:
+        return
+    if _OURS.handlers or not _OURS.propagate:
+        return
+    _OURS.addHandler(_ToVllm())
+    _OURS.propagate = False  # a handler of the root logger would show messages a second time
+    if _OURS.level == logging.NOTSET:
+        _OURS.setLevel(_VLLM.getEffectiveLevel())

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["describe_blocks", "describer", "step_view", "translate_event"]
-
 _HEX_DIGITS = {"blake3": 64, "sha256": 64, "sha512": 128}
 """The length of a digest by each of vLLM's algorithms for media."""
 
@@ -54,7 +52,7 @@ def describer(vllm_config: VllmConfig) -> Describe:
 
 
 def _media_digest(vllm_config: VllmConfig) -> re.Pattern[str] | None:
-    """Return the form of the digests by which an engine names images and other media; `None`: it has none.
+    """Return the form of the digests by which an engine names images and other media, if it has any.
 
     With both its processor cache and its prefix cache turned off, vLLM counts media and hashes none.
     """

@@ -33,7 +33,6 @@ from kvtier.config import ROW_ALIGNMENT, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow
-from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
 from kvtier.tiers.disk.folder import (
     DESCRIPTIONS,
     RECORDS,
@@ -43,19 +42,25 @@ from kvtier.tiers.disk.folder import (
     place_name,
     taken_bytes,
 )
-from kvtier.tiers.disk.header import HEADER_BYTES, PAGE_BYTES, VERSION, DiskHeader, pack_header, read_header
-from kvtier.tiers.disk.records import (
+from kvtier.tiers.disk.format import (
     EMPTY,
+    HEADER_BYTES,
     MOST_KEY_BYTES,
+    PAGE_BYTES,
     RECORD_BYTES,
     TICK,
+    VERSION,
+    DiskHeader,
     FoundRecords,
+    description_stride,
+    pack_description,
+    pack_header,
     pack_record,
+    read_description,
+    read_header,
     read_records,
 )
 from kvtier.tiers.seal import SEAL_BYTES, SealScope
-
-__all__ = ["DiskFiles", "OpenedFiles", "PlaceRefused"]
 
 logger = logging.getLogger(__name__)
 

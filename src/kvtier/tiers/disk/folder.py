@@ -31,23 +31,7 @@ from typing import BinaryIO, NamedTuple, Self
 import msgspec
 
 from kvtier.errors import OutsideError
-from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, pack_header, read_header
-
-__all__ = [
-    "DESCRIPTIONS",
-    "RECORDS",
-    "SLOTS",
-    "DiskPlace",
-    "FolderLock",
-    "find_places",
-    "find_rank_places",
-    "find_ranks",
-    "is_owned",
-    "open_file",
-    "place_name",
-    "taken_bytes",
-    "void_places",
-]
+from kvtier.tiers.disk.format import HEADER_BYTES, VERSION, DiskHeader, pack_header, read_header
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
@@ -166,7 +150,7 @@ class FolderLock:
         return False
 
     def is_file(self, file: os.stat_result) -> bool:
-        """Say whether this is the lock of that file."""
+        """Return whether this is the lock of that file."""
         with suppress(OSError):
             if self._descriptor is not None:
                 ours = os.fstat(self._descriptor)
@@ -349,7 +333,7 @@ def _lock_nowait(descriptor: int) -> None:
 
 
 def is_owned(folder: Path) -> bool:
-    """Say whether a process owns a rank's folder now."""
+    """Return whether a process owns a rank's folder now."""
     with suppress(OSError):
         descriptor = open_file(folder / "lock", os.O_RDWR)
         try:

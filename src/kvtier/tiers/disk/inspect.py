@@ -17,8 +17,6 @@ from kvtier.tiers.disk.files import DiskFiles, OpenedFiles
 from kvtier.tiers.disk.folder import DiskPlace, FolderLock
 from kvtier.tiers.seal import seal_of
 
-__all__ = ["PlaceCheck", "check_place"]
-
 _READ_BYTES = 8 << 20
 
 

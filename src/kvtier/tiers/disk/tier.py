@@ -3,8 +3,8 @@
 It opens itself on an I/O thread, without a step of the engine: first it locks the folder; then, when the
 namespace is known, it opens that namespace's place, reads the records and has the rows of the earlier
 process. Until then it holds nothing, and requests may wait for it (`IOTier.is_awaited`). A failed attempt is
-repeated with growing pauses. So a second engine on one folder runs without the tier and takes over when the
-first has gone, and a folder that has vanished is made again.
+repeated with growing back-off. So a second engine on one folder runs without the tier and takes over when
+the first has gone, and a folder that has vanished is made again.
 
 Restored rows are announced in slices, newest first, with the descriptions that were kept. Every few seconds
 the tier saves last uses, prices and the count of the write limit. A reset writes a new epoch before any
@@ -31,7 +31,9 @@ from kvtier.config import DiskConfig, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
-from kvtier.tiers.base import Outcome, TierMiss, TierResult
+from kvtier.residency import MissReason
+from kvtier.slot_table import SlotTable
+from kvtier.tiers.base import Direction, TierResult
 from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
 from kvtier.tiers.disk.folder import (
     DiskPlace,
@@ -43,13 +45,9 @@ from kvtier.tiers.disk.folder import (
     taken_bytes,
     void_places,
 )
-from kvtier.tiers.io_threads import Direction
+from kvtier.tiers.io_threads import IOCall
 from kvtier.tiers.seal import SealScope
-from kvtier.tiers.slot_table import SlotTable
-from kvtier.tiers.slot_tier import SlotTier
-from kvtier.tiers.write_limit import WriteLimit
-
-__all__ = ["DiskTier"]
+from kvtier.tiers.slot_tier import SlotTier, WriteLimit
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +110,7 @@ class DiskTier(SlotTier):
         )
         self.config = config
         self._folder = Path(config.path) / f"rank-{rank}"
-        self._rank, self._ranks, self._told_others = rank, ranks, 0
+        self._rank, self._ranks, self._reported_others = rank, ranks, 0
         self._description_bytes = description_bytes
         self._namespace = namespace
         self._lock: FolderLock | None = None
@@ -121,7 +119,7 @@ class DiskTier(SlotTier):
         self.where, self.required = f"disk tier: {self._folder}", config.required
         self._lost: str | None = None
         self._suffix: str | None = None  # of the last reset
-        self._epoch_unsaved = self._epoch_saving = False
+        self._epoch_unsaved, self._epoch_saving = False, IOCall()
         self._epoch_error: str | None = None  # of the last attempt, at the end
         self._epoch_at = 0.0
         self._epoch_written = threading.Event()
@@ -134,8 +132,8 @@ class DiskTier(SlotTier):
         self._to_announce = _NO_SLOTS
         self._silent = np.zeros(0, dtype=np.bool_)
         self._some_silent = False
-        self._describing = False
-        self._saving = False
+        self._describing = IOCall()
+        self._saving = IOCall()
         self._save_at = 0.0
         self._begin_opening(self._open_once, self._use)
 
@@ -168,7 +166,7 @@ class DiskTier(SlotTier):
                 self._releases.add(lock.release)
                 self._lock, self._device = lock, lock.device
                 if not self._ending.is_set():
-                    self._note_solved()
+                    self._clear_problem()
             return lock
 
     def _expect_held(self, lock: FolderLock | None) -> FolderLock:
@@ -274,8 +272,8 @@ class DiskTier(SlotTier):
         equal = self.config.capacity // self._ranks
         share = max(0, equal - -(-left // self._ranks))
         now = max(0, min(share, self.config.capacity - others))
-        if now < equal and others != self._told_others:
-            self._told_others = others
+        if now < equal and others != self._reported_others:
+            self._reported_others = others
             line = (
                 "disk tier: %s: other ranks have %s of the capacity; `kvtier disk ls %s` lists what was left"
             )
@@ -299,7 +297,7 @@ class DiskTier(SlotTier):
         if self._suffix is not None:
             self.reset(self._suffix)
         held, slots = len(opened.table), opened.table.num_slots
-        self._tell_open(
+        self._log_open(
             str(opened.files.folder),
             f"{held:,} of {slots:,} rows"
             f" ({format_size(held * self.row_bytes)} of {format_size(slots * self.row_bytes)})",
@@ -318,7 +316,7 @@ class DiskTier(SlotTier):
 
     def _announce_slice(self) -> None:
         """Start to read the descriptions of the next chunks, unless a read is under way."""
-        if not len(self._to_announce) or self._describing:
+        if not len(self._to_announce) or self._describing.is_running:
             return
         files, table = self._files, self._readable()
         if files is None or table is None:
@@ -326,16 +324,14 @@ class DiskTier(SlotTier):
         part, self._to_announce = self._to_announce[:_SLICE], self._to_announce[_SLICE:]
         part = part[self._silent[part]]
         keys = table.keys(part)
-        self._describing = True
 
         def end(descriptions: tuple[bytes, ...] | None, error: BaseException | None) -> None:
-            self._describing = False
             self._last_progress = self._clock()
-            told = descriptions if error is None and descriptions is not None else (b"",) * len(keys)
-            self._announce_restored(part, keys, told)
+            unknown = (b"",) * len(keys)
+            self._announce_restored(part, keys, unknown if descriptions is None else descriptions)
             self._some_silent = len(self._to_announce) > 0
 
-        self._io.call(lambda: files.read_descriptions(part.tolist(), keys), end)
+        self._describing = self._io.call(lambda: files.read_descriptions(part.tolist(), keys), end)
 
     def _announce_restored(
         self, slots: Slots, keys: list[OffloadKey], descriptions: tuple[bytes, ...]
@@ -343,8 +339,7 @@ class DiskTier(SlotTier):
         """Announce the chunks that are unchanged since their descriptions were requested."""
         still = self._silent[slots].tolist() if len(self._silent) else [False] * len(keys)
         self._silent[slots[still]] = False
-        told = tuple(compress(descriptions, still))
-        self._announce_stored(list(compress(keys, still)), told)
+        self._announce_stored(list(compress(keys, still)), tuple(compress(descriptions, still)))
 
     def _announced(self, slots: Slots) -> Slots:
         if not self._some_silent:
@@ -363,10 +358,14 @@ class DiskTier(SlotTier):
     def _save(self) -> None:
         """Every few seconds, save the state for a restart, and check that the files are still there."""
         files = self._files
-        if files is None or self._saving or self._clock() < self._save_at or self._table is None:
+        if files is None or self._saving.is_running or self._clock() < self._save_at or self._table is None:
             return
-        self._saving = True
-        self._io.call(lambda: self._write_down(files), self._end_saving)
+
+        def end(_value: object, error: BaseException | None) -> None:
+            self._save_at = self._clock() + _SAVE_EVERY
+            self._notice_loss(error)
+
+        self._saving = self._io.call(lambda: self._write_down(files), end)
 
     def _write_down(self, files: DiskFiles) -> None:
         """Save the state for a restart. On an I/O thread."""
@@ -387,7 +386,7 @@ class DiskTier(SlotTier):
             try:
                 self._own()
                 put_down = self._epoch_writer()
-                _save_epoch(put_down, nobody, lambda pause: not never.wait(min(pause, 0.2)))
+                _save_epoch(put_down, nobody, lambda seconds: not never.wait(min(seconds, 0.2)))
             except (OSError, OutsideError) as error:
                 self._epoch_error = str(error)
                 raise
@@ -396,13 +395,8 @@ class DiskTier(SlotTier):
             self._write_down(files)
             files.save_header()  # its time says when the place was last used
 
-    def _end_saving(self, _value: object, error: BaseException | None) -> None:
-        self._saving = False
-        self._save_at = self._clock() + _SAVE_EVERY
-        self._notice_loss(error)
-
-    def _end_probe(self, value: object, error: BaseException | None) -> None:
-        super()._end_probe(value, error)
+    def _end_probe(self, error: BaseException | None) -> None:
+        super()._end_probe(error)
         self._notice_loss(error)
 
     def _notice_loss(self, error: BaseException | None) -> None:
@@ -413,28 +407,28 @@ class DiskTier(SlotTier):
         """Give up the files: announce that all rows are gone, and open again when that is possible."""
         for health in self._health.values():
             health.suspend("its files have vanished")
-        self._io.give_up(Outcome.FAILED, why=why)
-        for report in self._io.poll():
-            self._settle(report)
+        self._io.give_up(MissReason.IO_FAILED, why=why)
+        for result in self._io.poll():
+            self._settle(result)
         self._to_announce = _NO_SLOTS
-        self._forget_all(TierMiss.LOST)
+        self._forget_all(MissReason.LOST)
         if self._io.stuck_rows() or self._io.open_calls:
             return  # calls still use the old slots and files: try again at the next poll
         self._lost = None
         if self._files is not None:
-            self._io.call(partial(self._release, self._files.close), _ignore)
+            self._io.call(partial(self._release, self._files.close))
         self._disown()
         self._files = self._table = self._io.backend = None
         self._delete_again.clear()
         for health in self._health.values():
             health.resume()
-        self._note_problem(OutsideError(why))
+        self._record_problem(OutsideError(why))
         self._begin_opening(self._open_once, self._use)
 
     def _disown(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            self._io.call(partial(self._release, lock.release), _ignore)
+            self._io.call(partial(self._release, lock.release))
 
     # -- resets and prices -------------------------------------------------------------------------
 
@@ -450,28 +444,28 @@ class DiskTier(SlotTier):
             self._to_announce = _NO_SLOTS
             super().reset(suffix)
             self._io.hold(Direction.DEMOTE)
-        is_waited_for = not self._epoch_saving and (self._files is None or self._writable() is not None)
+        can_write = self._files is None or self._writable() is not None
+        is_waited_for = can_write and not self._epoch_saving.is_running
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
-        if self._epoch_saving and is_waited_for:
+        if self._epoch_saving.is_running and is_waited_for:
             # So that no row comes back after a kill right now. A write to the page cache takes microseconds.
             self._epoch_written.wait(_RESET_WAIT)
 
     def _save_epoch(self) -> None:
         """Write the epoch of the last reset, and retry until that works. No row is written before."""
-        if not self._epoch_unsaved or self._epoch_saving or self._lock is None:
+        if not self._epoch_unsaved or self._epoch_saving.is_running or self._lock is None:
             return
         if self._clock() < self._epoch_at:
             return
         files, epoch = self._files, self._scope.epoch
-        self._epoch_saving, put_down = True, self._epoch_writer()
+        put_down = self._epoch_writer()
         self._epoch_written = written = threading.Event()
 
         def save() -> None:  # retries here, because an idle engine does not poll
-            _save_epoch(put_down, written, lambda pause: not self._ending.wait(pause))
+            _save_epoch(put_down, written, lambda seconds: not self._ending.wait(seconds))
 
         def end(_value: object, error: BaseException | None) -> None:
-            self._epoch_saving = False
             self._epoch_unsaved = error is not None or (files, epoch) != (self._files, self._scope.epoch)
             if not self._epoch_unsaved:
                 self._io.resume(Direction.DEMOTE)
@@ -479,7 +473,7 @@ class DiskTier(SlotTier):
                 self._epoch_at = self._clock() + _SAVE_EVERY
                 logger.warning("disk tier: %s: a reset could not be written down: %s", self._folder, error)
 
-        self._io.call(save, end)
+        self._epoch_saving = self._io.call(save, end)
 
     def _epoch_writer(self) -> _EpochWriter:
         """Return a function that makes all rows from before a reset void for later processes.
@@ -519,7 +513,7 @@ class DiskTier(SlotTier):
 
     def has_pending_work(self) -> bool:
         recent = self._clock() - self._last_progress < 1.0
-        announcing = len(self._to_announce) > 0 or self._describing
+        announcing = len(self._to_announce) > 0 or self._describing.is_running
         return (
             super().has_pending_work() or (announcing and recent and not self._closed) or self.is_awaited()
         )
@@ -552,16 +546,12 @@ def _save_epoch(
     put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]
 ) -> None:
     """Write an epoch to the disk, with retries. Runs on an I/O thread."""
-    for pause in (*_EPOCH_BACKOFF, None):
+    for backoff in (*_EPOCH_BACKOFF, None):
         try:
             return put_down(tried)
         except OSError:
-            if pause is None or not may_retry_after(pause):
+            if backoff is None or not may_retry_after(backoff):
                 raise
         finally:
             tried.set()
     return None
-
-
-def _ignore(_value: object, _error: BaseException | None) -> None:
-    return

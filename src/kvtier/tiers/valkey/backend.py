@@ -29,11 +29,9 @@ from typing import TypeVar
 from kvtier.errors import IntegrityError
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.seal import HEADER_BYTES, pack_header, seal_in
 from kvtier.tiers.valkey.endpoint import Endpoint
 from kvtier.tiers.valkey.resp import RespConnection, bulk, command
-from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
-
-__all__ = ["ValkeyBackend"]
 
 _Answer = TypeVar("_Answer")
 

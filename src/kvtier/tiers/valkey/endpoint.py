@@ -20,8 +20,6 @@ from urllib.parse import unquote
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.valkey.resp import RespConnection, command, late, seconds_left
 
-__all__ = ["Endpoint"]
-
 logger = logging.getLogger(__name__)
 
 _PORT = 6379
@@ -38,7 +36,7 @@ class Endpoint:
     host: str
     port: int
     path: str | None
-    """The path of a Unix socket; `None`: host and port are used."""
+    """The path of a Unix socket; `None` if host and port are used."""
     database: int
     user: str | None
     tls: bool

@@ -20,8 +20,6 @@ import struct
 import time
 from collections.abc import Sequence
 
-__all__ = ["RespConnection", "bulk", "command", "late", "seconds_left"]
-
 _BUFFER_BYTES = 4096
 """Holds the heads of replies. Bytes of a row that land in it must be copied, so it is small."""
 _MOST_BUFFERS = 512
@@ -97,7 +95,7 @@ class RespConnection:
         self._socket.close()
 
     def is_quiet(self) -> bool:
-        """Say whether it is open and the server has sent nothing unexpected."""
+        """Return whether it is open and the server has sent nothing unexpected."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return self._start == self._end and not poller.poll(0)

@@ -1,5 +1,5 @@
-"""Commands to the streams of a lane: tell a kernel its blocks, launch it, copy over the bus, with the events
-around it.
+"""Commands to the streams of a lane: write the arguments of a kernel, launch it, copy over the bus, with the
+events around it.
 
 A command starts a timer, waits for an event, does its work and records another event; each event may be 0,
 for none. A script holds the commands of a whole piece, submitted in one call. `PythonSubmitter` is the
@@ -29,26 +29,6 @@ if uses_c("cuda"):
 else:
     CompiledSubmitter = None  # type: ignore[assignment, misc]
 
-__all__ = [
-    "BATCH_RANGES",
-    "FIRST_RANGES",
-    "SMALL_RANGE",
-    "SUBMITTED_BY",
-    "Command",
-    "CommandKind",
-    "CopyPages",
-    "LaunchKernel",
-    "Note",
-    "OpenEvent",
-    "Placeholder",
-    "Plain",
-    "PythonSubmitter",
-    "Script",
-    "Submitter",
-    "TellKernel",
-    "make_submitter",
-]
-
 SUBMITTED_BY = form_of("cuda")
 """Whether C or Python submits commands. Both submit the same."""
 
@@ -66,24 +46,24 @@ many.
 """
 
 
-class Note(NamedTuple):
-    """The place where a kernel reads its blocks and rows: `told` in pinned memory or, if given, `heard`, a
-    copy on the device.
+class KernelArgs(NamedTuple):
+    """The addresses at which a kernel reads its blocks and rows: `host` is in pinned memory, `device` is a
+    copy on the device, or 0 for none.
 
-    The copy is made on a stream of its own (`notes`) long before the kernel's turn: if the kernel read the
-    note over a busy bus, it would take twice as long. The copy queues behind everything that the bus carries
-    to the device.
+    The copy is made on a `stream` of its own long before the kernel's turn, and records the event `copied`:
+    if the kernel read its arguments over a busy bus, it would take twice as long. The copy queues behind
+    everything that the bus carries to the device.
     """
 
-    told: int
-    heard: int
-    notes: int
-    noted: int
-    most_blocks: int
+    host: int
+    device: int
+    stream: int
+    copied: int
+    max_blocks: int
 
 
-class Plain(NamedTuple):
-    """The bounds of plain jobs, whose chunks are single blocks. Slot i is at `first + i * stride`."""
+class SimpleBounds(NamedTuple):
+    """The bounds of simple jobs, whose chunks are single blocks. Slot i is at `first + i * stride`."""
 
     first: int
     stride: int
@@ -108,7 +88,7 @@ class Placeholder(StrEnum):
 class CommandKind(IntEnum):
     """The work of a command. It is the last field of each command, and the index of its function in C."""
 
-    TELL = 0
+    WRITE_ARGS = 0
     LAUNCH = 1
     COPY = 2
 
@@ -117,23 +97,23 @@ OpenEvent = int | Literal[Placeholder.START, Placeholder.WAIT]
 """An event, 0 for none, or the placeholder of an event that differs by piece."""
 
 
-class TellKernel(NamedTuple):
-    """The arguments of `Submitter.tell`."""
+class WriteArgs(NamedTuple):
+    """The arguments of `Submitter.write_args`."""
 
-    note: Note
+    args: KernelArgs
     blocks: Literal[Placeholder.BLOCKS]
     first: Literal[Placeholder.FIRST]
     last: Literal[Placeholder.LAST]
     rows: Rows | Literal[Placeholder.ROWS]
     offset: int
-    kind: CommandKind = CommandKind.TELL
+    kind: CommandKind = CommandKind.WRITE_ARGS
 
 
 class LaunchKernel(NamedTuple):
     """The arguments of `Submitter.launch`."""
 
     kernel: driver.Launch
-    note: Note
+    args: KernelArgs
     num_blocks: Literal[Placeholder.COUNT]
     stream: int
     start: OpenEvent
@@ -160,16 +140,16 @@ class CopyPages(NamedTuple):
     kind: CommandKind = CommandKind.COPY
 
 
-Command = TellKernel | LaunchKernel | CopyPages
+Command = WriteArgs | LaunchKernel | CopyPages
 Script = tuple[Command, ...]
 
 
 class Submitter(Protocol):
     """The interface of the compiled and the Python form."""
 
-    def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool:
-        """Say whether a job has as many slots as blocks, all valid and none null, and the engine's stream is
-        idle.
+    def is_simple(self, bounds: SimpleBounds, blocks: Ints, slots: Ints, engine: int, /) -> bool:
+        """Return whether a job has as many slots as blocks, all valid and none null, and the engine's
+        stream is idle.
         """
 
     def play(
@@ -189,13 +169,15 @@ class Submitter(Protocol):
         The other arguments replace the `Placeholder`s, in the order of that enum.
         """
 
-    def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
-        """Write a kernel's note: blocks `[first, last)`, and the addresses of their rows plus `offset`."""
+    def write_args(
+        self, args: KernelArgs, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /
+    ) -> None:
+        """Write blocks `[first, last)` for a kernel, and the addresses of their rows plus `offset`."""
 
     def launch(
         self,
         kernel: driver.Launch,
-        note: Note,
+        args: KernelArgs,
         num_blocks: int,
         stream: int,
         start: int,
@@ -203,7 +185,7 @@ class Submitter(Protocol):
         done: int,
         /,
     ) -> None:
-        """Launch a kernel that copies the blocks of a note."""
+        """Launch a kernel that copies the blocks of its arguments."""
 
     def copy(
         self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
@@ -219,10 +201,10 @@ class Submitter(Protocol):
         """
 
     def is_over(self, event: int, /) -> bool:
-        """Say whether an event has happened."""
+        """Return whether an event has happened."""
 
     def is_idle(self, stream: int, /) -> bool:
-        """Say whether a stream has done all its work."""
+        """Return whether a stream has done all its work."""
 
     def wait_over(self, event: int, /) -> None:
         """Block until an event has happened."""
@@ -255,7 +237,7 @@ class PythonSubmitter:
     def __init__(self, pool: PoolMap, *, to_pool: bool, pinned: bool = True) -> None:
         self._pool, self._to_pool, self._pinned = pool, to_pool, pinned
 
-    def is_plain(self, *job: object) -> bool:
+    def is_simple(self, *job: object) -> bool:
         """Return `False`, so that the job takes the usual way: the check would take as long."""
         return False
 
@@ -276,7 +258,7 @@ class PythonSubmitter:
             zip(Placeholder, (blocks, first, last, count, rows, start, wait), strict=True)
         )
         calls: dict[CommandKind, Callable[..., None]] = {
-            CommandKind.TELL: self.tell,
+            CommandKind.WRITE_ARGS: self.write_args,
             CommandKind.LAUNCH: self.launch,
             CommandKind.COPY: self.copy,
         }
@@ -284,20 +266,22 @@ class PythonSubmitter:
             *arguments, kind = command
             calls[kind](*(own[item] if isinstance(item, Placeholder) else item for item in arguments))
 
-    def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
-        """Write a note, and copy it to the device if it has a place there."""
+    def write_args(
+        self, args: KernelArgs, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /
+    ) -> None:
+        """Write the arguments, and copy them to the device if they have an address there."""
         count = last - first
-        told = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(note.told))
-        told[:count] = blocks[first:last]
-        told[count:] = rows.places(first, last) + offset
-        if note.heard:
-            driver.copy_range(note.heard, note.told, told.nbytes, note.notes)
-            driver.record(note.noted, note.notes)
+        written = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(args.host))
+        written[:count] = blocks[first:last]
+        written[count:] = rows.addresses(first, last) + offset
+        if args.device:
+            driver.copy_range(args.device, args.host, written.nbytes, args.stream)
+            driver.record(args.copied, args.stream)
 
     def launch(
         self,
         kernel: driver.Launch,
-        note: Note,
+        args: KernelArgs,
         num_blocks: int,
         stream: int,
         start: int,
@@ -305,14 +289,14 @@ class PythonSubmitter:
         done: int,
         /,
     ) -> None:
-        """Launch a kernel, which waits for its note."""
+        """Launch a kernel, which waits for its arguments."""
         if start:
             driver.record(start, stream)
-        if note.heard:
-            driver.wait_for(stream, note.noted)
+        if args.device:
+            driver.wait_for(stream, args.copied)
         if wait:
             driver.wait_for(stream, wait)
-        kernel.start(note.heard or note.told, num_blocks, stream)
+        kernel.start(args.device or args.host, num_blocks, stream)
         if done:
             driver.record(done, stream)
 
@@ -322,7 +306,7 @@ class PythonSubmitter:
     ) -> None:  # fmt: skip
         """Find the ranges, and copy them."""
         some = np.arange(last - first) if blocks is None else blocks[first:last]
-        device, host, size = self._pool.ranges(pages, some, rows.places(first, last))
+        device, host, size = self._pool.ranges(pages, some, rows.addresses(first, last))
         dst, src = (host, device) if self._to_pool else (device, host)
         two = side_done and len(size) > 1 and size[0] < SMALL_RANGE
         streams = [stream, side] if two else [stream]

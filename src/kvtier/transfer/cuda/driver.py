@@ -1,4 +1,5 @@
-"""The calls of the CUDA driver that a transfer is made of: copies, launches, events, and pinning memory.
+"""The calls of the CUDA driver that a transfer is made of: copies, launches, events, and pinning memory; and
+`Device`, which owns the streams, events and memory of a lane.
 
 `libcuda` comes with the driver, so this needs no package. Streams and events are handles, even if torch made
 them: a call through ctypes takes half the time of a call through torch, and torch lacks some of these calls.
@@ -12,36 +13,16 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import weakref
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvtier.errors import TransferError
-
-__all__ = [
-    "SUBMIT_FUNCTIONS",
-    "Addresses",
-    "Launch",
-    "copy_range",
-    "copy_ranges",
-    "end_stream",
-    "fail",
-    "find_functions",
-    "has_batches",
-    "has_context",
-    "is_idle",
-    "is_over",
-    "new_stream",
-    "pin",
-    "record",
-    "seconds_between",
-    "unpin",
-    "wait_for",
-    "wait_idle",
-    "wait_over",
-]
+from kvtier.transfer.cuda.pieces import Part
 
 Addresses = npt.NDArray[np.int64]
 
@@ -121,7 +102,7 @@ def _waiting() -> Any:
 
 @cache
 def has_batches() -> bool:
-    """Say whether the driver can copy many ranges in one call (since CUDA 12.8)."""
+    """Return whether the driver can copy many ranges in one call (since CUDA 12.8)."""
     return hasattr(_enqueuing(), "cuMemcpyBatchAsync")
 
 
@@ -159,7 +140,7 @@ def fail(status: int, what: str) -> NoReturn:
 
 
 def has_context() -> bool:
-    """Say whether the calling thread has a CUDA context."""
+    """Return whether the calling thread has a CUDA context."""
     context = ctypes.c_void_p()
     return not _enqueuing().cuCtxGetCurrent(ctypes.byref(context)) and context.value is not None
 
@@ -193,7 +174,7 @@ def wait_for(stream: int, event: int) -> None:
 
 
 def is_over(event: int) -> bool:
-    """Say whether an event has happened."""
+    """Return whether an event has happened."""
     if status := _enqueuing().cuEventQuery(event):
         if status == _NOT_READY:
             return False
@@ -202,7 +183,7 @@ def is_over(event: int) -> bool:
 
 
 def is_idle(stream: int) -> bool:
-    """Say whether a stream has done all its work."""
+    """Return whether a stream has done all its work."""
     if status := _enqueuing().cuStreamQuery(stream):
         if status == _NOT_READY:
             return False
@@ -248,10 +229,10 @@ class Launch(NamedTuple):
     table: int
     num_tiles: int
 
-    def start(self, told: int, num_blocks: int, stream: int) -> None:
-        """Enqueue a run for some blocks. `told` is the address of the block ids and rows for the kernel."""
+    def start(self, args: int, num_blocks: int, stream: int) -> None:
+        """Enqueue a run for some blocks. `args` is the address of the block ids and rows for the kernel."""
         programs = max(1, min(self.programs, -(-num_blocks * self.num_tiles // self.tiles)))
-        values = (ctypes.c_uint64 * 5)(self.table, told, num_blocks, self.num_tiles, 0)
+        values = (ctypes.c_uint64 * 5)(self.table, args, num_blocks, self.num_tiles, 0)
         at = ctypes.addressof(values)
         # The driver reads as many arguments as the kernel has. Triton's compiler adds some, which are null.
         arguments = (ctypes.c_void_p * 8)(at, at + 8, at + 16, at + 24, *[at + 32] * 4)
@@ -299,3 +280,80 @@ def unpin(address: int) -> None:
     """Undo one `pin`."""
     if status := _waiting().cuMemHostUnregister(address):
         fail(status, "unpinning memory")
+
+
+# -- a lane's resources ----------------------------------------------------------------------------
+
+PRIORITY = 0
+"""The priority of streams, the lowest of CUDA.
+
+A higher priority moved no more bytes beside matrix products.
+"""
+
+
+class Device:
+    """Owns a lane's streams, events, memory and kernels, most of them torch's, for as long as it lives.
+
+    All are given out as handles and addresses. Any thread may ask for the current stream; the rest is for
+    one thread at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._index = device, device.index or 0
+        self._kept: list[object] = []
+        self._any_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def enter_thread(self) -> None:
+        """Make this the current device of the calling thread, if the thread has none."""
+        if not has_context():
+            torch.cuda.set_device(self._device)
+
+    def current_stream(self) -> int:
+        """Return the calling thread's current stream."""
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
+
+    def stream(self) -> int:
+        """Return a new stream."""
+        with torch.cuda.device(self._device):
+            stream = new_stream(PRIORITY)
+        weakref.finalize(self, end_stream, stream)
+        return stream
+
+    def event(self, *, timing: bool = False, blocking: bool = False) -> int:
+        """Return a new event. `blocking`: a waiting thread sleeps."""
+        event = torch.cuda.Event(enable_timing=timing, blocking=blocking)  # type: ignore[no-untyped-call]
+        event.record(self._any_stream)  # the event has a handle only after this
+        self._kept.append(event)
+        return int(event.cuda_event)
+
+    def rows(self, count: int, size: int) -> list[int]:
+        """Return the addresses of new rows in the device's memory."""
+        return self._keep_rows(torch.empty((count, size), dtype=torch.int8, device=self._device))
+
+    def host_rows(self, count: int, size: int) -> list[int]:
+        """Return the addresses of new rows in pinned memory."""
+        return self._keep_rows(torch.empty((count, size), dtype=torch.int8, pin_memory=True))
+
+    def _keep_rows(self, rows: torch.Tensor) -> list[int]:
+        self._kept.append(rows)
+        return [row.data_ptr() for row in rows]
+
+    def kernels(self, part: Part, row_align: int, *, gather: bool) -> tuple[Launch, Launch]:
+        """Return two kernels that copy the pages of a part: one for a buffer, one for the pool."""
+        # Imported here, because only a process with a device needs Triton.
+        from kvtier.transfer.cuda.kernels import (
+            SHORT,
+            STAGED,
+            PageCopy,
+        )
+
+        with torch.cuda.device(self._device):
+            staged = PageCopy(part, self._device, STAGED, gather=gather)
+            short = PageCopy(part, self._device, SHORT, gather=gather, row_align=row_align)
+            torch.cuda.synchronize()
+        if staged.launch is None or short.launch is None:
+            raise TransferError(
+                "expected compiled kernels, got Triton's interpreter: unset TRITON_INTERPRET"
+            )
+        self._kept += [staged, short]
+        return staged.launch, short.launch

@@ -7,17 +7,13 @@ A caller needs to know only the order of memory accesses:
   work is over, so ending a job never waits for the engine's kernels.
 - Once a job has a result, none of its pieces is on the device, or ever will be: both ends may be used for
   others. Work that the engine enqueues after the result of a load sees its bytes.
-- `await_layer` makes the caller's stream, not the caller, wait for the pieces that bring a layer. All of
-  them are on the device by then and depend on nothing else, so the stream waits for the bus alone, for at
-  most `lanes.RUN_AHEAD` pieces.
 - Jobs of one direction begin in the order given. Stores and loads do not wait for each other. Managers make
   sure that jobs under way together share no block or slot that one of them writes.
 
 If the engine's stream is idle, `transfer_async` enqueues the first pieces itself: most jobs need no other
 thread. The handler's thread, or a caller that waits, enqueues the rest, at most `lanes.RUN_AHEAD` pieces
 ahead of the device. Ending a job early waits for its pieces under way, a few milliseconds; it is then known
-which blocks of a load have arrived. No call waits for the compute stream, and only `await_layer` puts work
-on it.
+which blocks of a load have arrived. No call waits for the compute stream or puts work on it.
 
 `JobHandler` says what belongs to which thread, and when jobs end.
 """
@@ -25,7 +21,6 @@ on it.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from abc import abstractmethod
@@ -35,7 +30,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from kvtier.errors import IntegrityError, TransferError
-from kvtier.transfer.base import TransferSpec
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.cuda.pieces import (
@@ -43,15 +37,12 @@ from kvtier.transfer.cuda.pieces import (
     Part,
     Piece,
     Rows,
-    cut_by_layer,
     cut_load,
     cut_store,
     group_sizes,
 )
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
-from kvtier.transfer.plan import Plan, pair_blocks, pair_plain
-
-__all__ = ["CudaHandler", "CudaJob", "CudaLoadHandler", "CudaStoreHandler"]
+from kvtier.transfer.plan import pair_blocks, pair_simple
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +58,6 @@ class CudaJob(Job):
     rows: Rows
     pieces: Sequence[Piece]
     fence: int | None = None
-    stage_ends: Sequence[int] = ()
-    """The number of pieces up to the end of each stage; empty if the job does not come layer by layer."""
     num_enqueued: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
 
@@ -81,13 +70,13 @@ class CudaJob(Job):
 class _UnderWay(NamedTuple):
     number: int
     job: CudaJob
-    place: int
+    position: int
     """The index of the piece in its job."""
     piece: Piece
 
 
 class CudaHandler(JobHandler[CudaJob]):
-    """The common base of both directions."""
+    """Does the work that is common to both directions."""
 
     lane_type: ClassVar[type[Lane]]
     wait_tick = 0.001
@@ -131,8 +120,8 @@ class CudaHandler(JobHandler[CudaJob]):
     def _cut(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
         """Return the pieces of a job with `sizes[group]` blocks of each group."""
 
-    def _cut_plain(self, num_blocks: int) -> Sequence[Piece]:
-        """Return the pieces of a plain job from a cache: there are few sizes, and the bus is idle now."""
+    def _cut_simple(self, num_blocks: int) -> Sequence[Piece]:
+        """Return the pieces of a simple job from a cache: there are few sizes, and the bus is idle now."""
         size = (num_blocks, self.piece_bytes)
         pieces = self._cuts.get(size)
         if pieces is None:
@@ -141,32 +130,25 @@ class CudaHandler(JobHandler[CudaJob]):
             pieces = self._cuts[size] = tuple(self._cut([num_blocks], self.memory.parts, self.piece_bytes))
         return pieces
 
-    def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
-        """Return the pieces of a job and, for a load by layer, their number up to the end of each stage."""
-        parts = self.memory.parts
-        return tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes)), ()
-
-    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> CudaJob:
+    def _make_job(self, job_id: int, ends: Ends, deadline: float) -> CudaJob:
         gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
-        simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
-        if (
-            simple
-            and not by_layer
-            and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None
-        ):
+        has_one_group = len(gpu.group_sizes) == 1 and (
+            gpu.block_indices is None or gpu.block_indices[0] >= 0
+        )
+        if has_one_group and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None:
             return job
-        plain = simple and self._lane.is_plain(blocks, slots)
-        plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._bounds)
-        fence = None if plain else self._lane.fence()
-        pieces, stage_ends = self._cut_plan(plan, by_layer)
-        rows = self.memory.pool_map.rows(plan)
-        return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence, stage_ends)
+        is_simple = has_one_group and self._lane.is_simple(blocks, slots)
+        plan = pair_simple(blocks, slots) if is_simple else pair_blocks(*ends, self._bounds)
+        fence = None if is_simple else self._lane.fence()
+        parts, rows = self.memory.parts, self.memory.pool_map.rows(plan)
+        pieces = tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes))
+        return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence)
 
     def _begin_at_once(self, job_id: int, blocks: Ints, slots: Ints, deadline: float) -> CudaJob | None:
-        """Enqueue the first piece of a job before the job is recorded, if it is the only one and plain."""
-        if self._under_way or self._queue or self.probe is not None or not self._lane.has_plain_jobs:
+        """Enqueue the first piece of a job before the job is recorded, if it is the only one and simple."""
+        if self._under_way or self._queue or self.probe is not None or not self._lane.has_simple_jobs:
             return None
-        pieces = self._cut_plain(len(blocks))
+        pieces = self._cut_simple(len(blocks))
         try:
             begun = self._lane.begin(pieces, blocks, slots)
         except TransferError:  # the usual way will fail too, and reports it as the job's failure
@@ -174,17 +156,16 @@ class CudaHandler(JobHandler[CudaJob]):
             return None
         if begun is None:
             return None
-        job = CudaJob(job_id, pair_plain(blocks, slots), deadline, begun.timer, begun.rows, pieces)
-        self._note_enqueued(job, begun.number)
+        job = CudaJob(job_id, pair_simple(blocks, slots), deadline, begun.timer, begun.rows, pieces)
+        self._record_enqueued(job, begun.number)
         return job
 
     def _begin(self, job: CudaJob) -> None:
         if job.num_enqueued and job.is_enqueued:
             return
         self._queue.append(job)
-        # An engine that wants the first layers first will compute now, and may keep the thread from running.
-        most, enqueued = RUN_AHEAD if job.stage_ends else _INLINE_PIECES, job.num_enqueued
-        while enqueued < most and self._enqueue_nowait():
+        enqueued = job.num_enqueued
+        while enqueued < _INLINE_PIECES and self._enqueue_nowait():
             enqueued += 1
         if self._queue:
             self._wake_thread()
@@ -201,14 +182,14 @@ class CudaHandler(JobHandler[CudaJob]):
             oldest = self._under_way[0].number
         if self._wait_done(oldest):
             with self._lock:
-                self._note_progress(oldest)
+                self._update_progress(oldest)
 
     def _finish(self, job: CudaJob, seconds: float | None, *, success: bool) -> None:
         super()._finish(job, seconds, success=success)
-        self._lane.take_back(job.fence, job.timer)
+        self._lane.recycle(job.fence, job.timer)
 
     def _end(self, job: CudaJob, *, drain: bool = False) -> bool:
-        """Stop a job; say whether it had no result before.
+        """Stop a job; return whether it had no result before.
 
         Wait for its pieces under way, or (`drain`) for those of all jobs.
         """
@@ -223,7 +204,7 @@ class CudaHandler(JobHandler[CudaJob]):
         if drain:
             self._drain()
         with self._changed:
-            self._note_progress()
+            self._update_progress()
             unfinished = self._jobs.get(job.job_id) is job
             if unfinished:
                 self._finish(job, None, success=False)
@@ -243,19 +224,18 @@ class CudaHandler(JobHandler[CudaJob]):
 
     # -- pieces, with `_lock` held -----------------------------------------------------------------
 
-    def _note_progress(self, done: int = -1) -> None:
-        """Note the pieces that have arrived. Those up to number `done` are known to have."""
+    def _update_progress(self, done: int = -1) -> None:
+        """KernelArgs the pieces that have arrived. Those up to number `done` are known to have."""
         under_way, lane = self._under_way, self._lane
         try:
             while under_way and (under_way[0].number <= done or lane.is_done(under_way[0].number)):
-                number, job, place, piece = under_way.popleft()
+                number, job, position, piece = under_way.popleft()
                 if self._jobs.get(job.job_id) is not job:
                     continue  # the job was ended, and its timer may belong to another job
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
-                if (
-                    place == 0 or place >= len(job.pieces) - 2
-                ):  # these pieces are on three streams, and any of them may arrive last
+                # The first piece and the last two are on three streams, and any of them may arrive last.
+                if position == 0 or position >= len(job.pieces) - 2:
                     job.seconds = max(job.seconds, lane.seconds(job.timer, number))
                 if job.blocks_done == len(job.plan):
                     self._finish(job, job.seconds, success=True)
@@ -263,7 +243,7 @@ class CudaHandler(JobHandler[CudaJob]):
             self._break(error)
 
     def _enqueue_nowait(self) -> bool:
-        """Enqueue the next piece, if that needs no waiting; say whether it was enqueued."""
+        """Enqueue the next piece, if that needs no waiting; return whether it was enqueued."""
         ready = self._queue and self.probe is None and self.memory.pinning.pinned
         if not ready or not self._is_past_fence(self._queue[0]):
             return False
@@ -277,10 +257,10 @@ class CudaHandler(JobHandler[CudaJob]):
             return False
 
     def _enqueue(self, job: CudaJob) -> bool:
-        """Enqueue the next piece of the first job in the queue, if there is room; say whether there was."""
+        """Enqueue the next piece of the first job in the queue; return `False` if there is no room."""
         under_way = self._under_way
         if under_way:
-            self._note_progress()
+            self._update_progress()
         if len(under_way) >= RUN_AHEAD or job not in self._queue:
             return False
         if not job.is_enqueued:
@@ -293,23 +273,23 @@ class CudaHandler(JobHandler[CudaJob]):
                 logger.warning("%s job %d failed: %s", self, job.job_id, error)
                 self._abandon(job)
                 return True
-            self._note_enqueued(job, number)
+            self._record_enqueued(job, number)
         if job.is_enqueued:
             self._queue.popleft()
             if not len(job.plan):
                 self._finish(job, 0.0, success=True)
         return True
 
-    def _note_enqueued(self, job: CudaJob, number: int) -> None:
-        """Note that the next piece of a job was enqueued."""
-        place = job.num_enqueued
-        piece = job.pieces[place]
-        self._under_way.append(_UnderWay(number, job, place, piece))
-        job.num_enqueued = place + 1
+    def _record_enqueued(self, job: CudaJob, number: int) -> None:
+        """KernelArgs that the next piece of a job was enqueued."""
+        position = job.num_enqueued
+        piece = job.pieces[position]
+        self._under_way.append(_UnderWay(number, job, position, piece))
+        job.num_enqueued = position + 1
         job.blocks_begun += piece.completes
 
     def _wait_done(self, number: int) -> bool:
-        """Block until a piece has arrived. `False`: the device is broken."""
+        """Block until a piece has arrived. Return `False` if the device is broken."""
         try:
             self._lane.wait_done(number)
         except TransferError as error:
@@ -342,7 +322,7 @@ class CudaHandler(JobHandler[CudaJob]):
 
 
 class CudaStoreHandler(Stores, CudaHandler):
-    """The handler that copies blocks into the pool."""
+    """Copies blocks into the pool."""
 
     lane_type = StoreLane
 
@@ -350,52 +330,8 @@ class CudaStoreHandler(Stores, CudaHandler):
 
 
 class CudaLoadHandler(Loads, CudaHandler):
-    """The handler that copies blocks out of the pool."""
+    """Copies blocks out of the pool."""
 
     lane_type = LoadLane
 
     _cut = staticmethod(cut_load)
-
-    def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
-        if by_layer and self.memory.stages:
-            return cut_by_layer(plan, self.memory.stages, self.piece_bytes)
-        return super()._cut_plan(plan, by_layer)
-
-    def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a load that comes stage by stage. If it ends early, all its blocks count as missing."""
-        return self._accept(job_id, spec, by_layer=True)
-
-    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Make the caller's current stream wait for a layer of a load; say whether that was possible.
-
-        Pieces that are not on the device yet are enqueued first.
-        """
-        self._enter_thread()
-        until = time.monotonic() + timeout
-        while (found := self._follow(job_id, self.memory.stage_of.get(layer))) is None:
-            if time.monotonic() >= until:
-                return False
-            self._wait_a_little({job_id}, self.wait_tick)
-        return found
-
-    def _follow(self, job_id: int, stage: int | None) -> bool | None:
-        """Make the caller's stream wait for a stage of a job, or all of it; say whether that was possible.
-
-        `None`: not all of these pieces are on the device yet.
-        """
-        with self._changed:
-            self._note_progress()
-            job = self._jobs.get(job_id)
-            if job is None:
-                return self._has_succeeded(job_id)
-            needed = job.stage_ends[stage] if job.stage_ends and stage is not None else math.inf
-            if job.ending or (not job.is_enqueued and job.num_enqueued < needed):
-                return False if job.ending else None
-            try:
-                for piece in self._under_way:
-                    if piece.job is job and piece.place < needed:
-                        self._lane.let_follow(piece.number)
-            except TransferError as error:
-                self._break(error)
-                return False
-            return True

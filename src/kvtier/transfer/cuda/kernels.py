@@ -1,11 +1,11 @@
 """The kernel that moves pages between an engine's cache and rows, in a staging buffer or in the pool, in
 either direction.
 
-    rows      tile t of block i:  place[i] + offset[t],            size[t] words
+    rows      tile t of block i:  address[i] + offset[t],          size[t] words
     engine    tile t of block i:  base[t] + block[i] * stride[t],  as many
 
 A *tile* is a page or a part of one. A table on the device says where the tiles of any block are. A launch
-takes what it is *told*: block ids and, behind them, as many addresses of rows. A program copies some tiles
+takes block ids and, behind them, as many addresses of rows (*args*). A program copies some tiles
 at once, so that small pages too keep many loads in flight, and goes on with the next tiles until there are
 none.
 
@@ -24,8 +24,6 @@ import triton.language as tl
 
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Part
-
-__all__ = ["SHORT", "STAGED", "PageCopy", "Shape"]
 
 
 class Shape(NamedTuple):
@@ -49,7 +47,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @triton.jit(do_not_specialize=["num_blocks", "num_tiles"])  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
-    table, told, num_blocks, num_tiles,
+    table, args, num_blocks, num_tiles,
     WORD: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     """Copy all tiles of some blocks to (`GATHER`) or from their rows.
@@ -63,8 +61,8 @@ def _copy(  # type: ignore[no-untyped-def]
         tiles = first + tl.arange(0, TILES)
         there = tiles < count
         index, tile = tiles // num_tiles, tiles % num_tiles
-        block = tl.load(told + index, mask=there, other=0)
-        place = tl.load(told + num_blocks + index, mask=there, other=0)
+        block = tl.load(args + index, mask=there, other=0)
+        address = tl.load(args + num_blocks + index, mask=there, other=0)
         base = tl.load(table + tile, mask=there, other=0)
         stride = tl.load(table + num_tiles + tile, mask=there, other=0)
         offset = tl.load(table + 2 * num_tiles + tile, mask=there, other=0)
@@ -73,7 +71,9 @@ def _copy(  # type: ignore[no-untyped-def]
             tl.multiple_of((base + block * stride).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None]
             + word
         )
-        row = tl.multiple_of((place + offset).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None] + word
+        row = (
+            tl.multiple_of((address + offset).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None] + word
+        )
         mask = word < tl.multiple_of(size.to(tl.int32), WHOLE)[:, None]
         # These bytes are not needed again soon, so they leave the L2 cache to the engine.
         if GATHER:
@@ -93,7 +93,7 @@ class PageCopy:
     def __init__(
         self, part: Part, device: torch.device | str, shape: Shape, *, gather: bool, row_align: int = 16
     ) -> None:
-        """Compile the kernel. `row_align` divides all addresses of rows that it will be told."""
+        """Compile the kernel. `row_align` divides all addresses of rows that it will get."""
         rows, word, align = _cut_tiles(part, row_align)
         self._table = torch.from_numpy(np.stack(rows)).to(device)
         self._num_tiles = len(rows[0])
@@ -109,24 +109,24 @@ class PageCopy:
             sizes = (32 * shape.warps, compiled.metadata.shared, shape.programs, self._tiles)
             self.launch = driver.Launch(compiled.function, *sizes, self._table.data_ptr(), self._num_tiles)
 
-    def __call__(self, told: torch.Tensor, num_blocks: int, stream: int) -> None:
-        """Enqueue a copy. `told` holds block ids and addresses of rows, on the device or pinned."""
+    def __call__(self, args: torch.Tensor, num_blocks: int, stream: int) -> None:
+        """Enqueue a copy. `args` holds block ids and addresses of rows, on the device or pinned."""
         if self.launch is None:
-            self._launch_jit(told, num_blocks)
+            self._launch_jit(args, num_blocks)
         else:
-            self.launch.start(told.data_ptr(), num_blocks, stream)
+            self.launch.start(args.data_ptr(), num_blocks, stream)
 
     def _num_programs(self, num_blocks: int) -> int:
         return max(1, min(self._shape.programs, -(-num_blocks * self._num_tiles // self._tiles)))
 
-    def _launch_jit(self, told: torch.Tensor, num_blocks: int) -> Any:
+    def _launch_jit(self, args: torch.Tensor, num_blocks: int) -> Any:
         """Compile the kernel if need be, and launch it on the current stream.
 
         Return the compiled kernel; `None` in the interpreter.
         """
         grid = (self._num_programs(num_blocks), 1, 1)
         counts = (num_blocks, self._num_tiles)
-        return _copy[grid](self._table, told, *counts, *self._constants, num_warps=self._shape.warps)
+        return _copy[grid](self._table, args, *counts, *self._constants, num_warps=self._shape.warps)
 
 
 def _cut_tiles(part: Part, row_align: int) -> tuple[list[np.ndarray[Any, np.dtype[np.int64]]], int, int]:

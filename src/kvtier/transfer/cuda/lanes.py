@@ -16,8 +16,8 @@ The engine copies too: its tokens, to the host. The device's copy engine serves 
 has no work or must wait, and a stream of stores always has work. So stores change to another stream after
 every `BURST_BYTES`; the new stream waits for the old one.
 
-The commands for a piece are a script. It is written once for each part, route and turn (the piece's place in
-the ring of events and buffers), and `commands` plays it in one call.
+The commands for a piece are a script. It is written once for each part, route and turn (the piece's position
+in the ring of events and buffers), and `commands` plays it in one call.
 
 A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's
 work that a piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`.
@@ -27,7 +27,7 @@ Streams and events are handles, as `driver` takes them; 0 means none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -35,16 +35,16 @@ import numpy as np
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.commands import (
     CopyPages,
+    KernelArgs,
     LaunchKernel,
-    Note,
     OpenEvent,
     Placeholder,
-    Plain,
     Script,
-    TellKernel,
+    SimpleBounds,
+    WriteArgs,
     make_submitter,
 )
-from kvtier.transfer.cuda.device import Device
+from kvtier.transfer.cuda.driver import Device
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
 from kvtier.transfer.cuda.pieces import (
     MOST_BLOCKS,
@@ -56,17 +56,6 @@ from kvtier.transfer.cuda.pieces import (
     Piece,
     Rows,
 )
-
-__all__ = [
-    "ALONE_BYTES",
-    "BURST_BYTES",
-    "OPENING_PROGRAMS",
-    "RUN_AHEAD",
-    "Begun",
-    "Lane",
-    "LoadLane",
-    "StoreLane",
-]
 
 RUN_AHEAD = 8
 """The most pieces under way, and the length of the ring. It is a multiple of `BUFFERS`."""
@@ -99,7 +88,7 @@ piece or the first of several. `alone` and `staged`: through a buffer, on one st
 """
 
 
-class _Ways(NamedTuple):
+class _PartRoutes(NamedTuple):
     """The means to copy pieces of a part: its kernels, and the views of each buffer.
 
     A kernel sees a buffer as `rows`; the copy over the bus sees it as `pages`.
@@ -123,7 +112,7 @@ class Begun(NamedTuple):
 
 
 class Lane(ABC):
-    """The streams, buffers and events of one direction."""
+    """Owns the streams, buffers and events of one direction."""
 
     gathers: bool
     begins_alone: bool
@@ -141,7 +130,7 @@ class Lane(ABC):
         self._submitter = make_submitter(memory.pool_map, to_pool=self.gathers, pinned=self._pinned)
         self._enqueued = 0
         device = self._device = Device(memory.device)
-        self._kernels, self._notes = device.stream(), device.stream()
+        self._kernels, self._args_stream = device.stream(), device.stream()
         self._copies, self._side = device.stream(), device.stream()
         self._next_copies = device.stream() if self.gives_way else self._copies
         self._burst = 0
@@ -152,26 +141,24 @@ class Lane(ABC):
         self._spare_fences: list[int] = []
         self._spare_timers: list[int] = []
         self._buffers = device.rows(BUFFERS, memory.piece_bytes)
-        told, heard = (make(RUN_AHEAD, 16 * MOST_BLOCKS) for make in (device.host_rows, device.rows))
-        self._told = [Note(row, 0, 0, 0, MOST_BLOCKS) for row in told]
-        self._heard = [
-            note._replace(heard=row, notes=self._notes, noted=device.event())
-            for note, row in zip(self._told, heard, strict=True)
+        on_host, on_device = (make(RUN_AHEAD, 16 * MOST_BLOCKS) for make in (device.host_rows, device.rows))
+        self._host_args = [KernelArgs(row, 0, 0, 0, MOST_BLOCKS) for row in on_host]
+        self._device_args = [
+            args._replace(device=row, stream=self._args_stream, copied=device.event())
+            for args, row in zip(self._host_args, on_device, strict=True)
         ]
-        staged = [(group, part) for group, part in self._parts(memory) if not part.direct]
-        self._ways = {id(part): self._find_ways(memory, group, part) for group, part in staged}
-        self._plain = self._find_plain(memory)
-        self.has_plain_jobs = self._plain is not None
+        self._routes = {
+            id(part): self._find_routes(memory, group, part)
+            for group, parts in enumerate(memory.parts)
+            for part in parts
+            if not part.direct
+        }
+        self._simple_bounds = self._find_simple_bounds(memory)
+        self.has_simple_jobs = self._simple_bounds is not None
         """Whether `begin` may be called."""
         self._scripts: dict[tuple[int, _Route, int, int, bool, bool], Script] = {}
 
-    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
-        """Yield all parts that pieces of this direction may have, with their groups."""
-        for group, parts in enumerate(memory.parts):
-            for part in parts:
-                yield group, part
-
-    def _find_ways(self, memory: CudaMemory, group: int, part: Part) -> _Ways:
+    def _find_routes(self, memory: CudaMemory, group: int, part: Part) -> _PartRoutes:
         staged, short = self._device.kernels(
             part, memory.pool_map.alignment(part, group), gather=self.gathers
         )
@@ -182,14 +169,17 @@ class Lane(ABC):
             Pages(*np.array([[buffer], [size], [size], [offset]], np.int64)) for buffer in self._buffers
         ]
         has_large_pages = part.bytes >= ALONE_BYTES * len(part.pages.size)
-        return _Ways(staged, short, opening, rows, pages, "direct" if has_large_pages else "alone")
+        return _PartRoutes(staged, short, opening, rows, pages, "direct" if has_large_pages else "alone")
 
-    def _find_plain(self, memory: CudaMemory) -> Plain | None:
-        """Return the bounds of plain jobs; `None` if chunks have several blocks, or blocks several parts."""
+    def _find_simple_bounds(self, memory: CudaMemory) -> SimpleBounds | None:
+        """Return the bounds of simple jobs.
+
+        `None` means that there are none: chunks have several blocks, or blocks have several parts.
+        """
         bounds, pool = memory.bounds, memory.pool_map
         if len(memory.parts) > 1 or len(memory.parts[0]) > 1 or bounds.blocks_per_chunk > 1:
             return None
-        return Plain(pool.first, pool.slot_bytes, bounds.num_blocks, bounds.num_slots)
+        return SimpleBounds(pool.first, pool.slot_bytes, bounds.num_blocks, bounds.num_slots)
 
     def enter_thread(self) -> None:
         """Make the lane's device current for the calling thread, if the thread has none."""
@@ -198,7 +188,7 @@ class Lane(ABC):
     # -- the engine's work before a job ------------------------------------------------------------
 
     def fence(self) -> int | None:
-        """Mark the end of the work on the caller's current stream; `None`: all of it is done."""
+        """Mark the end of the work on the caller's current stream. `None` means that all of it is done."""
         stream = self._device.current_stream()
         if self._submitter.is_idle(stream):
             return None
@@ -208,7 +198,7 @@ class Lane(ABC):
         return self._spare_fences.pop()
 
     def is_over(self, fence: int) -> bool:
-        """Say whether the work before a fence is done."""
+        """Return whether the work before a fence is done."""
         return self._submitter.is_over(fence)
 
     def wait_over(self, fence: int) -> None:
@@ -219,7 +209,7 @@ class Lane(ABC):
         """Return a timer, which `enqueue` starts and `seconds` reads."""
         return self._spare_timers.pop() if self._spare_timers else self._device.event(timing=True)
 
-    def take_back(self, fence: int | None, timer: int) -> None:
+    def recycle(self, fence: int | None, timer: int) -> None:
         """Keep a fence and a timer for another job: making events takes longer than recording them."""
         if fence is not None:
             self._spare_fences.append(fence)
@@ -227,23 +217,26 @@ class Lane(ABC):
 
     # -- pieces ------------------------------------------------------------------------------------
 
-    def is_plain(self, blocks: Ints, slots: Ints) -> bool:
-        """Say whether a job can be paired by `pair_plain` and needs no fence.
+    def is_simple(self, blocks: Ints, slots: Ints) -> bool:
+        """Return whether a job can be paired by `pair_simple` and needs no fence.
 
         `False` may also mean that this was not checked.
         """
-        return self._plain is not None and self._submitter.is_plain(
-            self._plain, blocks, slots, self._device.current_stream()
+        return self._simple_bounds is not None and self._submitter.is_simple(
+            self._simple_bounds, blocks, slots, self._device.current_stream()
         )
 
     def begin(self, pieces: Sequence[Piece], blocks: Ints, slots: Ints) -> Begun | None:
-        """Enqueue the first piece of a plain job, with no piece before it; `None`: the job is not plain."""
-        plain = self._plain
-        if plain is None or not self._submitter.is_plain(
-            plain, blocks, slots, self._device.current_stream()
+        """Enqueue the first piece of a simple job, with no piece before it.
+
+        `None` means that the job is not simple.
+        """
+        bounds = self._simple_bounds
+        if bounds is None or not self._submitter.is_simple(
+            bounds, blocks, slots, self._device.current_stream()
         ):
             return None
-        rows = Rows(slots, plain.first, plain.stride)
+        rows = Rows(slots, bounds.first, bounds.stride)
         if not self._spare_timers:
             self._spare_timers.append(self._device.event(timing=True))
         timer = self._spare_timers[-1]
@@ -257,7 +250,7 @@ class Lane(ABC):
         """Enqueue a piece of a job and return its number.
 
         `timer` starts with the piece. All pieces before number `oldest` have arrived; with `None`, all
-        pieces have. `is_last`: no piece is known to follow.
+        pieces have. `is_last` says that no piece is known to follow.
         """
         part, first, last, _ = piece
         number, route = self._enqueued, self._choose_route(piece, oldest, is_last=is_last)
@@ -280,10 +273,10 @@ class Lane(ABC):
             return "staged"
         if piece.bytes <= self.short_bytes and self._pinned:
             return "short" if is_last else "opening"
-        return self._ways[id(piece.part)].alone
+        return self._routes[id(piece.part)].alone
 
     def _change_streams(self, size: int) -> bool:
-        """Change to the other copy stream if this one has had its burst; say whether it changed."""
+        """Change to the other copy stream if this one has had its burst; return whether it changed."""
         changes = self.gives_way and self._burst > 0 and self._burst + size > BURST_BYTES
         if changes:
             self._copies, self._next_copies = self._next_copies, self._copies
@@ -310,9 +303,9 @@ class Lane(ABC):
             case "direct":
                 return self._write_direct(part, turn, after)
             case "short":
-                return self._write_short(part, turn, self._ways[id(part)].short)
+                return self._write_short(part, turn, self._routes[id(part)].short)
             case "opening":
-                return self._write_short(part, turn, self._ways[id(part)].opening)
+                return self._write_short(part, turn, self._routes[id(part)].opening)
             case "alone":
                 return self._write_alone(part, turn)
             case "staged":
@@ -323,10 +316,10 @@ class Lane(ABC):
         return (CopyPages(part.pages, _BLOCKS, _FIRST, _LAST, _ROWS, *streams, _START, 0, self._done[turn]),)
 
     def _write_short(self, part: Part, turn: int, kernel: driver.Launch) -> Script:
-        note = self._told[turn]
+        args = self._host_args[turn]
         return (
-            TellKernel(note, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset),
-            LaunchKernel(kernel, note, _COUNT, self._side, _START, 0, self._done[turn]),
+            WriteArgs(args, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset),
+            LaunchKernel(kernel, args, _COUNT, self._side, _START, 0, self._done[turn]),
         )
 
     @abstractmethod
@@ -335,41 +328,37 @@ class Lane(ABC):
 
     @abstractmethod
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
-        """Write the script of a piece that is copied beside others. `begins`: it is the first of its job."""
+        """Write the script of a piece beside others. With `begins` it is the first of its job."""
 
     def _copy_streams(self, turn: int, after: int) -> _CopyStreams:
         return self._copies, self._side, self._joined[turn], after
 
-    def _tell(self, note: Note, part: Part, turn: int) -> TellKernel:
-        """Return the command that tells a kernel the blocks of a piece and their rows in its buffer."""
-        return TellKernel(note, _BLOCKS, _FIRST, _LAST, self._ways[id(part)].rows[turn % BUFFERS], 0)
+    def _write_args(self, args: KernelArgs, part: Part, turn: int) -> WriteArgs:
+        """Return the command that gives a kernel the blocks of a piece and their rows in its buffer."""
+        return WriteArgs(args, _BLOCKS, _FIRST, _LAST, self._routes[id(part)].rows[turn % BUFFERS], 0)
 
     def _launch(
-        self, note: Note, part: Part, stream: int, start: OpenEvent, wait: OpenEvent, done: int
+        self, args: KernelArgs, part: Part, stream: int, start: OpenEvent, wait: OpenEvent, done: int
     ) -> LaunchKernel:
         """Return the command that launches a kernel to copy a piece between the engine and its buffer."""
-        return LaunchKernel(self._ways[id(part)].staged, note, _COUNT, stream, start, wait, done)
+        return LaunchKernel(self._routes[id(part)].staged, args, _COUNT, stream, start, wait, done)
 
     def _copy(
         self, part: Part, turn: int, streams: _CopyStreams, start: OpenEvent, wait: OpenEvent, done: int
     ) -> CopyPages:
         """Return the command that copies a piece between its buffer and the pool."""
-        pages = self._ways[id(part)].pages[turn % BUFFERS]
+        pages = self._routes[id(part)].pages[turn % BUFFERS]
         return CopyPages(pages, None, _FIRST, _LAST, _ROWS, *streams, start, wait, done)
 
     # -- arrivals ----------------------------------------------------------------------------------
 
     def is_done(self, number: int) -> bool:
-        """Say whether a piece has arrived. It must be one of the last `RUN_AHEAD` that were enqueued."""
+        """Return whether a piece has arrived. It must be one of the last `RUN_AHEAD` that were enqueued."""
         return self._submitter.is_over(self._done[number % RUN_AHEAD])
 
     def wait_done(self, number: int) -> None:
         """Block until a piece has arrived. Any thread may call this, even while another one enqueues."""
         self._submitter.wait_over(self._done[number % RUN_AHEAD])
-
-    def let_follow(self, number: int) -> None:
-        """Make later work on the caller's current stream wait for a piece, on the device."""
-        driver.wait_for(self._device.current_stream(), self._done[number % RUN_AHEAD])
 
     def seconds(self, timer: int, number: int) -> float:
         """Return the device's time from the start of a timer to the arrival of a piece."""
@@ -377,12 +366,12 @@ class Lane(ABC):
 
     def drain(self) -> None:
         """Block until the streams are empty, even of a piece that could only be enqueued in part."""
-        for stream in (self._kernels, self._notes, self._copies, self._side, self._next_copies):
+        for stream in (self._kernels, self._args_stream, self._copies, self._side, self._next_copies):
             driver.wait_idle(stream)
 
 
 class StoreLane(Lane):
-    """The lane from the device to the pool."""
+    """Moves pieces from the device to the pool."""
 
     gathers = True
     begins_alone = True
@@ -390,51 +379,44 @@ class StoreLane(Lane):
     gives_way = True
 
     def _write_alone(self, part: Part, turn: int) -> Script:
-        note, stream = self._told[turn], self._copies
+        args, stream = self._host_args[turn], self._copies
         return (
-            self._tell(note, part, turn),
-            self._launch(note, part, stream, _START, 0, 0),
+            self._write_args(args, part, turn),
+            self._launch(args, part, stream, _START, 0, 0),
             self._copy(part, turn, (stream, 0, 0, 0), 0, 0, self._done[turn]),
         )
 
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
-        note, ready = self._heard[turn], self._ready[turn]
+        args, ready = self._device_args[turn], self._ready[turn]
         return (
-            self._tell(note, part, turn),
-            self._launch(note, part, self._kernels, _START, _WAIT, ready),
+            self._write_args(args, part, turn),
+            self._launch(args, part, self._kernels, _START, _WAIT, ready),
             self._copy(part, turn, self._copy_streams(turn, after), 0, ready, self._done[turn]),
         )
 
 
 class LoadLane(Lane):
-    """The lane from the pool to the device."""
+    """Moves pieces from the pool to the device."""
 
     gathers = False
     begins_alone = False  # the copy of the next piece would wait for its kernel
     short_bytes = SHORT_LOAD
     gives_way = False
 
-    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
-        yield from super()._parts(memory)
-        for stage in memory.stages:
-            for group, parts in enumerate(stage):
-                for part in parts:
-                    yield group, part
-
     def _write_alone(self, part: Part, turn: int) -> Script:
-        note, stream = self._told[turn], self._copies
+        args, stream = self._host_args[turn], self._copies
         return (
             self._copy(part, turn, (stream, 0, 0, 0), _START, 0, 0),
-            self._tell(note, part, turn),
-            self._launch(note, part, stream, 0, 0, self._done[turn]),
+            self._write_args(args, part, turn),
+            self._launch(args, part, stream, 0, 0, self._done[turn]),
         )
 
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
-        note, ready = self._heard[turn], self._ready[turn]
-        tell = self._tell(note, part, turn)
+        args, ready = self._device_args[turn], self._ready[turn]
+        write = self._write_args(args, part, turn)
         copy = self._copy(part, turn, self._copy_streams(turn, after), _START, _WAIT, ready)
-        # A note behind the copy has to wait for it, but a job's first bytes should not wait for a note.
+        # Arguments behind the copy have to wait for it, but a job's first bytes should not wait for them.
         return (
-            *((copy, tell) if begins else (tell, copy)),
-            self._launch(note, part, self._kernels, 0, ready, self._done[turn]),
+            *((copy, write) if begins else (write, copy)),
+            self._launch(args, part, self._kernels, 0, ready, self._done[turn]),
         )

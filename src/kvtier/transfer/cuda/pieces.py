@@ -2,8 +2,7 @@
 
 The pages of a block are divided into *parts*: small pages that are staged, up to a buffer full of them, or
 large pages that are copied directly. A *piece* is one part of some consecutive blocks of a job. A block has
-arrived with the piece of its last part. A load may also come layer by layer: in *stages*, each with its own
-parts.
+arrived with the piece of its last part.
 
 The bytes of a piece are dense in the staging buffer, block after block, and so are the blocks of a chunk in
 the pool. Ranges that are neighbours at both ends are joined into one.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,35 +21,13 @@ import numpy.typing as npt
 
 from kvtier.config import OffloadingConfig
 from kvtier.transfer.base import CanonicalKVCaches
-from kvtier.transfer.plan import Plan, stage_bounds
-
-__all__ = [
-    "LAST_LOAD",
-    "LOAD_GROWTH",
-    "MOST_BLOCKS",
-    "SHORT_LOAD",
-    "SHORT_STORE",
-    "STORE_GROWTH",
-    "Pages",
-    "Part",
-    "Piece",
-    "PoolMap",
-    "Ranges",
-    "Rows",
-    "cut_by_layer",
-    "cut_load",
-    "cut_store",
-    "find_pages",
-    "find_stages",
-    "group_sizes",
-    "split_pages",
-]
+from kvtier.transfer.plan import Plan
 
 Ints = npt.NDArray[np.int64]
 
 # docs/tuning.md has the measurements for these.
 MOST_BLOCKS = 4096
-"""The most blocks in one piece: the kernel's note of them is kept in pinned memory."""
+"""The most blocks in one piece: the kernel's arguments are kept in pinned memory."""
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
 """Up to these sizes, one kernel copies a piece that is alone over the bus faster than a buffer would.
 
@@ -113,11 +89,11 @@ class Rows(NamedTuple):
     base: int
     stride: int
 
-    def places(self, first: int, last: int) -> Ints:
+    def addresses(self, first: int, last: int) -> Ints:
         """Return the addresses of blocks `[first, last)` of a job."""
         ids = np.arange(last - first) if self.ids is None else self.ids[first:last]
-        places: Ints = ids * self.stride + self.base
-        return places
+        addresses: Ints = ids * self.stride + self.base
+        return addresses
 
 
 class Ranges(NamedTuple):
@@ -128,15 +104,11 @@ class Ranges(NamedTuple):
     size: Ints
 
 
-def find_pages(kv_caches: CanonicalKVCaches, group: int, first: int = 0, last: int | None = None) -> Pages:
-    """Return the pages of a group, or of its refs `[first, last)`.
-
-    Pages that are neighbours in every block are joined into one.
-    """
+def find_pages(kv_caches: CanonicalKVCaches, group: int) -> Pages:
+    """Return the pages of a group. Pages that are neighbours in every block are joined into one."""
     found: list[list[int]] = []
-    refs = kv_caches.group_data_refs[group]
-    offset = sum(ref.page_size_bytes for ref in refs[:first])
-    for ref in refs[first:last]:
+    offset = 0
+    for ref in kv_caches.group_data_refs[group]:
         tensor = kv_caches.tensors[ref.tensor_idx].tensor
         base, stride, size = tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes
         if found and found[-1][:2] == [base - found[-1][2], stride]:
@@ -165,18 +137,6 @@ def split_pages(pages: Pages, part_bytes: int, direct_bytes: int) -> tuple[Part,
     return tuple(
         _part(pages.select(*span), bool(direct[span[0]])) for span in zip(starts, ends, strict=True)
     )
-
-
-def find_stages(kv_caches: CanonicalKVCaches, group: int) -> tuple[list[Pages | None], dict[str, int]]:
-    """Return the pages of each stage of a group (`None`: empty), and the stage that completes each layer."""
-    layers = kv_caches.layer_ends[group]
-    ends = sorted(set(layers.values()))
-    bounds = [ends[count - 1] if count else 0 for count in stage_bounds(len(ends))]
-    spans = pairwise([0, *bounds])
-    pages = [find_pages(kv_caches, group, first, last) if first < last else None for first, last in spans]
-    return pages, {
-        name: next(i for i, bound in enumerate(bounds) if bound >= end) for name, end in layers.items()
-    }
 
 
 def _part(pages: Pages, direct: bool) -> Part:
@@ -235,31 +195,6 @@ def _lay_out(parts: Sequence[Part], first: int, counts: Iterable[int]) -> Iterat
         first += count
 
 
-def cut_by_layer(
-    plan: Plan, stages: Sequence[Sequence[Sequence[Part]]], piece_bytes: int
-) -> tuple[list[Piece], list[int]]:
-    """Return the pieces of a job stage after stage, and their number up to the end of each stage.
-
-    A stage has parts for each group. All blocks count as arrived with the last piece.
-    """
-    spans = list(pairwise(np.searchsorted(plan.groups, np.arange(len(stages[0]) + 1)).tolist()))
-    pieces: list[Piece] = []
-    ends = []
-    for stage in stages:
-        for parts, (start, end) in zip(stage, spans, strict=True):
-            for part in parts:
-                most = max(1, min(piece_bytes // part.bytes, MOST_BLOCKS))
-                # All pieces are about equally long.
-                length = -(-(end - start) // -(-(end - start) // most)) if end > start else 1
-                pieces += [
-                    Piece(part, first, min(first + length, end), 0) for first in range(start, end, length)
-                ]
-        ends.append(len(pieces))
-    if pieces:
-        pieces[-1] = pieces[-1]._replace(completes=len(plan))
-    return pieces, ends
-
-
 class PoolMap:
     """The addresses of blocks in the pool.
 
@@ -286,13 +221,13 @@ class PoolMap:
         """Return the alignment of all addresses of a part of a group's blocks, at most 16."""
         return math.gcd(16, self.first, self.slot_bytes, int(self._block_bytes[group]), part.offset)
 
-    def ranges(self, pages: Pages, blocks: Ints, places: Ints) -> Ranges:
-        """Return the ranges to copy between pages on the device and blocks in the pool.
+    def ranges(self, pages: Pages, blocks: Ints, rows: Ints) -> Ranges:
+        """Return the ranges to copy between pages on the device and rows in the pool, given by address.
 
         Ranges that are neighbours at both ends are joined.
         """
         device = (pages.base + blocks[:, None] * pages.stride).ravel()
-        host = (places[:, None] + pages.offset).ravel()
+        host = (rows[:, None] + pages.offset).ravel()
         size = np.tile(pages.size, len(blocks))
         seam = (host - self.address) // self.seam
         goes_on = (np.diff(host) == size[:-1]) & (np.diff(device) == size[:-1]) & (np.diff(seam) == 0)

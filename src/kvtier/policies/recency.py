@@ -1,4 +1,9 @@
-"""ARC (Megiddo and Modha, 2003): a cache that learns how much to trust recency and how much frequency.
+"""LRU and ARC: the policies that rank slots by their last use.
+
+LRU: the chunk that was unused for the longest time leaves first. A store and a touch are uses. A read is
+not, so that the time of a transfer does not matter.
+
+ARC (Megiddo and Modha, 2003) learns how much to trust recency and how much frequency.
 
 Chunks used by one request are in T1, chunks used by several in T2, each in order of use. B1 and B2 remember
 the keys that were evicted from them. A chunk that comes back after its eviction was evicted too early. If
@@ -25,9 +30,36 @@ from kvtier.keys import OffloadKey
 from kvtier.policies.base import CachePolicy, KeysOf, Slots
 from kvtier.policies.slots import ABSENT, GhostLists, RecencyList
 
-__all__ = ["ARCPolicy"]
-
 _T1, _T2 = 0, 1
+
+
+class LRUPolicy(CachePolicy):
+    """A ranking of slots by their last use."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._recency = RecencyList(capacity)
+
+    def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
+        self._recency.use(slots)
+
+    def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
+        self._recency.use(slots)
+
+    def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
+        return self._recency.take(count, evictable)
+
+    def remove(self, slots: Slots) -> None:
+        self._recency.drop(slots)
+
+    def clear(self) -> None:
+        self._recency = RecencyList(self.capacity)
+
+    def ranked(self) -> Slots:
+        return self._recency.slots()
+
+    def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
+        return self._recency.coldest(count, evictable)
 
 
 class ARCPolicy(CachePolicy):

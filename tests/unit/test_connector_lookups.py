@@ -1,4 +1,4 @@
-"""The scheduler's side over tiers that do not know what they hold: who asks, who waits, for how long."""
+"""The scheduler's side over tiers that do not know what they hold: lookups, waits and their deadlines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from tests.unit.connector_kit import Request
 from tests.unit.test_connector_promotion import PROMPT, TieredHost, keys_of
 from tests.unit.tier_kit import ROW, Tiered, context, key, keys
 
-from kvtier.offload import MissReason
-from kvtier.tiers.base import Outcome, TierMiss
+from kvtier.residency import MissReason
 
 KEYS = keys_of(PROMPT)
 
@@ -30,7 +29,7 @@ def answer(host: TieredHost) -> None:
     host.end_step()
 
 
-def test_it_is_asked_then_brought_then_loaded() -> None:
+def test_a_lookup_is_followed_by_a_promotion_and_a_load() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     assert host.ask(request) is None
@@ -42,7 +41,7 @@ def test_it_is_asked_then_brought_then_loaded() -> None:
     assert host.ask(request) is None, "now it waits for the rows"
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == KEYS
+    assert job.keys == KEYS
     host.tier.finish(job.job_id)
     host.end_step()
     host.load(request)
@@ -51,7 +50,7 @@ def test_it_is_asked_then_brought_then_loaded() -> None:
     assert (explanation.from_tiers, explanation.recomputed) == ({"disk": 24}, 2)
 
 
-def test_a_request_that_waits_for_answers_is_answered_without_a_lookup() -> None:
+def test_a_request_that_waits_for_answers_is_answered_in_constant_time() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     host.ask(request)
@@ -122,7 +121,7 @@ def test_a_step_asks_about_a_bounded_number_of_requests_in_turn() -> None:
     asked = [asked for asked, _ in host.tier.asked[256:]]
     assert asked == [keys_of(r.tokens) for r in requests[256 : 256 + len(asked)]], "in turn"
     assert len(asked) > 0
-    assert host.tier.asked[-1][1] == host.clock.now + 2.0, "patience begins with the own wait"
+    assert host.tier.asked[-1][1] == host.clock.now + 2.0, "the wait budget begins with the own wait"
 
 
 def test_requests_that_never_ran_are_cancelled_without_a_lookup() -> None:
@@ -142,7 +141,7 @@ def test_requests_that_never_ran_are_cancelled_without_a_lookup() -> None:
     assert host.scheduler.is_idle()
 
 
-def test_only_what_it_has_is_brought() -> None:
+def test_only_held_rows_are_promoted() -> None:
     host = asking_host()
     host.tier.held = set(KEYS[:4])
     request = Request("a", PROMPT)
@@ -153,7 +152,7 @@ def test_only_what_it_has_is_brought() -> None:
     assert host.ask(request) == 16
 
 
-def test_nothing_is_waited_for_if_it_has_nothing() -> None:
+def test_a_request_does_not_wait_if_the_tier_has_nothing() -> None:
     host = asking_host()
     host.tier.held = set()
     request = Request("a", PROMPT)
@@ -164,7 +163,7 @@ def test_nothing_is_waited_for_if_it_has_nothing() -> None:
     assert not host.tier.promotions
 
 
-def test_without_an_answer_it_computes_at_the_deadline_and_asks_no_more() -> None:
+def test_a_request_without_an_answer_computes_at_the_deadline() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     host.ask(request)
@@ -177,8 +176,8 @@ def test_without_an_answer_it_computes_at_the_deadline_and_asks_no_more() -> Non
     assert [host.ask(request) for _ in range(3)] == [0, 0, 0]
     host.host.idle()
     assert len(host.tier.asked) == 1
-    assert host.scheduler.cost.inquiry_price_of("disk").seconds_per_byte == 2.0, "a lower bound"
-    host.tier.misses = dict.fromkeys(KEYS, TierMiss.NO_ANSWER)
+    assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == 2.0, "a lower bound"
+    host.tier.misses = dict.fromkeys(KEYS, MissReason.TOO_SLOW)
     host.tier.held, host.tier.unknown = set(), set()
     host.ask(request)
     host.run(request)
@@ -187,7 +186,7 @@ def test_without_an_answer_it_computes_at_the_deadline_and_asks_no_more() -> Non
     assert explanation.misses["disk"] is MissReason.TOO_SLOW
 
 
-def test_it_asks_again_after_a_preemption() -> None:
+def test_tiers_are_asked_again_after_a_preemption() -> None:
     host = asking_host()
     request = Request("a", PROMPT)
     host.ask(request)
@@ -201,7 +200,7 @@ def test_it_asks_again_after_a_preemption() -> None:
     assert host.ask(request) is None
 
 
-def test_the_wait_is_what_computing_takes() -> None:
+def test_the_wait_is_no_longer_than_computing() -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
     host.ask(Request("a", PROMPT))
@@ -214,7 +213,7 @@ def test_the_wait_is_what_computing_takes() -> None:
 def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
-    host.scheduler.cost.inquiry_price_of("disk").note(1, 0.03)
+    host.scheduler.cost.lookup_estimate("disk").learn(1, 0.03)
     if is_busy:  # it would wait for its turn anyway
         other = Request("other", list(range(1000, 1100)))
         assert host.ask(other) == 0
@@ -228,30 +227,30 @@ def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
         assert explanation.misses == {"disk": MissReason.NOT_WORTH_LOADING}
 
 
-def test_bytes_that_would_come_count_too() -> None:
+def test_the_time_of_the_bytes_counts_too() -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 0.9)
-    host.scheduler.cost.inquiry_price_of("disk").note(1, 0.004)
+    host.scheduler.cost.lookup_estimate("disk").learn(1, 0.004)
     assert host.ask(Request("a", PROMPT)) == 0
 
 
-def test_a_price_that_has_gone_is_found_out() -> None:
+def test_a_stale_cost_estimate_is_corrected() -> None:
     """After answers that did not come nobody asks, but for one in a few; when that is answered,
     others ask.
     """
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
-    host.scheduler.cost.inquiry_price_of("disk").note_lost(1, 2.0)
+    host.scheduler.cost.lookup_estimate("disk").learn_lost(1, 2.0)
     refused = 0
     while host.ask(Request(f"r{refused}", PROMPT)) == 0:
         refused += 1
         assert refused < 64
     host.host.idle()
     answer(host)
-    assert host.scheduler.cost.inquiry_price_of("disk").seconds_per_byte == pytest.approx(0.01)
+    assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == pytest.approx(0.01)
 
 
-def test_the_pool_and_what_is_known_are_not_asked_about() -> None:
+def test_known_chunks_are_not_looked_up() -> None:
     host = TieredHost()
     host.host.cache(Request("first", PROMPT[:8]))
     host.tier.held, host.tier.unknown = set(KEYS), set(KEYS[3:])
@@ -264,7 +263,7 @@ def test_the_pool_and_what_is_known_are_not_asked_about() -> None:
     assert host.ask(request) == 24
 
 
-def test_windows_are_asked_about_too() -> None:
+def test_windowed_chunks_are_looked_up_too() -> None:
     host = TieredHost(windows=(None, 8))
     full, window = keys_of(PROMPT), keys_of(PROMPT, group=1)
     host.tier.held = {*full, *window}
@@ -278,7 +277,7 @@ def test_windows_are_asked_about_too() -> None:
     assert host.ask(request) is None
     host.host.idle()
     (job,) = host.tier.promotions.values()
-    assert [row.key for row in job.rows] == window[4:6] + full
+    assert job.keys == window[4:6] + full
 
 
 def test_a_stale_yes_costs_one_promotion() -> None:
@@ -291,7 +290,7 @@ def test_a_stale_yes_costs_one_promotion() -> None:
     host.host.idle()
     (job,) = host.tier.promotions
     host.tier.held = set()
-    host.tier.finish(job, outcome=Outcome.ABSENT)
+    host.tier.finish(job, outcome=MissReason.EVICTED)
     host.end_step()
     assert host.ask(request) == 0
     assert host.ask(Request("b", PROMPT)) == 0
@@ -303,7 +302,7 @@ def test_a_request_that_ends_is_forgotten() -> None:
     host.ask(request)
     host.scheduler.request_finished(request)
     host.host.idle()
-    assert not host.tier.asked, "nobody wants to know any more"
+    assert not host.tier.asked, "no request waits for the answer any more"
     again = Request("a", PROMPT)
     host.ask(again)
     host.host.idle()
@@ -325,33 +324,35 @@ def test_a_reset_ends_the_wait() -> None:
 # The manager
 
 
-def test_the_first_tier_that_has_a_row_gives_it_and_none_is_asked_in_vain() -> None:
+def test_only_unknown_chunks_are_looked_up() -> None:
     tiered = Tiered(num_tiers=2)
     disk, far = tiered.tiers
     disk.held = set(keys(1, 2))
     far.held, far.unknown = set(keys(1, 2, 3, 4)), set(keys(1, 2, 3, 4, 5))
-    anywhere = tiered.manager.anywhere
-    assert anywhere.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
-    assert anywhere.lookup_prefix(keys(1, 2, 3), context()) is None
-    assert anywhere.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2
-    (inquiry,) = tiered.manager.inquiries.unknown(keys(1, 2, 3, 4, 5, 6))
-    assert (inquiry.tier, inquiry.keys) == (far, keys(3, 4, 5))
-    assert inquiry.cost == ("object", 3 * ROW, 0)
-    tiered.manager.inquiries.note([inquiry], 1.0, context())
+    combined, waits = tiered.manager.combined_lookup, tiered.manager.waits
+    assert combined.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
+    assert combined.lookup_prefix(keys(1, 2, 3), context()) is None
+    assert combined.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2
+    (lookup,) = tiered.manager.promotions.unknown(keys(1, 2, 3, 4, 5, 6))
+    assert (lookup.tier, lookup.keys) == (far, keys(3, 4, 5))
+    assert lookup.cost == ("object", 3 * ROW, 0)
+    tiered.look_up([lookup])
     tiered.submit()
-    assert tiered.manager.inquiries.is_waiting(context())
+    assert waits.is_waiting(context())
     assert tiered.manager.wait_any(0.0), "an idle engine waits for the answer"
     far.answer()
     tiered.poll()
-    assert not tiered.manager.inquiries.is_waiting(context())
+    assert not waits.is_waiting(context())
     assert not tiered.manager.wait_any(0.0)
-    assert anywhere.lookup_prefix(keys(1, 2, 3, 4, 5), context()) == 4
-    assert tiered.wish(1, 2, 3, 4)
+    assert combined.lookup_prefix(keys(1, 2, 3, 4, 5), context()) == 4
+    assert tiered.promote(1, 2, 3, 4)
     tiered.submit()
-    assert [len(job.rows) for tier in tiered.tiers for job in tier.promotions.values()] == [2, 2]
+    assert [len(job) for tier in tiered.tiers for job in tier.promotions.values()] == [2, 2]
 
 
-def test_tiers_are_lent_the_whole_pool() -> None:
+def test_tiers_get_the_whole_pool_as_their_buffer() -> None:
     tiered = Tiered(8)
-    assert tiered.tier.lent == [8 * ROW]
-    assert tiered.manager.inquiries.unknown([key(1)]) == []
+    assert tiered.tier.buffer is not None
+    assert tiered.tier.buffer.memory is not None
+    assert tiered.tier.buffer.memory.nbytes == 8 * ROW
+    assert tiered.manager.promotions.unknown([key(1)]) == []

@@ -1,0 +1,456 @@
+"""`SlotTable`: which chunk is in which slot, which jobs use it, and which chunk leaves.
+
+The pool and the disk both keep their slots in such a table. A slot is free, writing, ready or reading; or
+*doomed*, if its chunk was made absent while a job used the slot. A doomed slot cannot be read, written or
+evicted, and becomes free when the job is over. It belongs to the job, not to the key, which may be stored in
+another slot meanwhile.
+
+The state of a chunk is kept by slot, in arrays that `SlotBook` keeps up to date. So a call costs little
+besides its keys, whether these are the thousand of a prompt or the one of a decoded block. A policy of
+another package runs on the engine's scheduler thread and may fail there. The table then logs the error and
+goes on with LRU.
+
+One thread at a time may use a table: an I/O thread fills the disk's table from the records, and then the
+scheduler thread owns it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import InputError, IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.policies import ARCPolicy, CachePolicy, LRUPolicy, Slots
+from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook
+
+logger = logging.getLogger(__name__)
+
+NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
+NO_USER = -1
+"""A user that has stored no chunk: no string has this hash."""
+
+_OURS = LRUPolicy, ARCPolicy
+_QUESTIONS = "evict", "coldest", "ranked"
+_CALLS = "insert", "touch", "remove", "clear", "check", *_QUESTIONS
+_RESTORE_SLICE = 16_384
+"""Keys entered at once during a restore: some milliseconds in which no other thread runs."""
+_MOST_TICKS = 1 << 62
+
+
+class Reserved(NamedTuple):
+    """Slots for new chunks, and the evicted chunks with the slots they had."""
+
+    slots: Slots
+    evicted: list[OffloadKey]
+    evicted_slots: Slots
+
+
+class SlotCounts(NamedTuple):
+    """The number of slots in each state. Ready slots include those being read."""
+
+    free: int
+    ready: int
+    reading: int
+    writing: int
+    doomed: int
+
+
+class SlotTable:
+    """The chunks in `num_slots` slots; `policy` chooses the chunks to evict."""
+
+    get: Callable[[OffloadKey], int | None]
+    """Return the slot of a key that is held. This and the next seven are the book's own methods."""
+    find: Callable[[list[OffloadKey]], Slots]
+    """Return the slot of each key, `ABSENT` where it has none."""
+    held: Callable[[list[OffloadKey]], Slots]
+    """Return the slots of those keys that are held, each once."""
+    missing: Callable[[list[OffloadKey]], list[OffloadKey]]
+    """Return the keys that are not held, each once."""
+    leading: Callable[[list[OffloadKey]], int]
+    """Count the leading keys that are ready."""
+    keys: Callable[[Slots], list[OffloadKey]]
+    """Return the keys of those slots that are held."""
+    num_free: Callable[[], int]
+    """Count the free slots."""
+    try_pin: Callable[[Slots], int]
+    """Add a reader to each slot, and return the number of slots before the first that is not ready.
+
+    If that is not all of them, nothing has changed.
+    """
+
+    def __init__(self, num_slots: int, policy: CachePolicy) -> None:
+        if policy.capacity != num_slots:
+            raise InputError(f"policy: expected one for {num_slots} slots, got one for {policy.capacity}")
+        self.num_slots = num_slots
+        self._use_policy(policy)
+        self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
+        self._open_book(np.zeros(num_slots, dtype=np.int64))
+        self.ticks: Slots = NO_SLOTS
+        """The tick of each slot's last use; the highest is the newest.
+
+        Ticks count uses, not seconds, so that they can be saved and the order restored. Only a table that
+        was restored keeps them.
+        """
+        self._tick, self._keeps_ticks = 0, False
+
+    def _open_book(self, readers: Slots, used: Slots = NO_SLOTS) -> None:
+        """Begin with no chunks. `used` are the slots that jobs still use."""
+        self.readers = readers
+        """The number of readers of each slot, or `WRITING`."""
+        self.evictable: Mask = np.zeros(self.num_slots, dtype=np.bool_)
+        """Whether each slot is ready and unread."""
+        self._stored_by = np.zeros(self.num_slots, dtype=np.int64)
+        self._book = book = SlotBook(readers, self.evictable, self._stored_by, used)
+        self.get, self.find, self.held, self.missing = book.get, book.find, book.held, book.missing
+        self.leading, self.keys, self.num_free = book.leading, book.keys, book.num_free
+        self.try_pin = book.pin
+
+    def __len__(self) -> int:
+        """Count the chunks that are held, ready or writing."""
+        return len(self._book)
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def ready(self, keys: list[OffloadKey]) -> list[bool]:
+        """Return for each key whether it is ready."""
+        ready: list[bool] = self.are_ready(self.find(keys)).tolist()
+        return ready
+
+    def are_ready(self, slots: Slots) -> Mask:
+        """Return for each slot whether its chunk is ready; `ABSENT` is not."""
+        found: Mask = slots != ABSENT
+        found[found] = self.readers[slots[found]] != WRITING
+        return found
+
+    def is_writing(self, key: OffloadKey) -> bool:
+        """Return whether a key is held and not ready."""
+        slot = self.get(key)
+        return slot is not None and bool(self.readers[slot] == WRITING)
+
+    def is_held(self, slot: int, key: OffloadKey) -> bool:
+        """Return whether this slot holds this chunk, ready or writing."""
+        return self.get(key) == slot
+
+    def held_slots(self) -> Slots:
+        """Return the slots that are neither free nor doomed, in ascending order."""
+        held = np.ones(self.num_slots, dtype=np.bool_)
+        held[self._book.free_slots()] = False
+        held[list(self._doomed)] = False
+        return np.flatnonzero(held)
+
+    def counts(self) -> SlotCounts:
+        """Return the number of slots in each state."""
+        readers = self.readers[self.held_slots()]
+        return SlotCounts(
+            free=self.num_free(),
+            ready=int((readers >= 0).sum()),
+            reading=int((readers > 0).sum()),
+            writing=int((readers < 0).sum()),
+            doomed=len(self._doomed),
+        )
+
+    def used_slots(self, keys: list[OffloadKey], *, writing: bool) -> Slots:
+        """Return the slot that the oldest writer or reader of each key uses.
+
+        It is the key's oldest doomed slot in such use, or else the slot that holds the key.
+        """
+        slots = self.find(keys)
+        if self._doomed:
+            used = (self.readers == WRITING) if writing else (self.readers > 0)
+            oldest = {key: slot for slot, key in reversed(self._doomed.items()) if used[slot]}
+            slots = _array([oldest.get(key, slot) for key, slot in zip(keys, slots.tolist(), strict=True)])
+        return slots
+
+    def shortfall(self, keys: list[OffloadKey]) -> int:
+        """Count the slots that are lacking to store these keys, beyond the free and evictable slots."""
+        spared = self.held(keys)
+        evictable = np.count_nonzero(self.evictable) - np.count_nonzero(self.evictable[spared])
+        return max(0, len(self.missing(keys)) - self.num_free() - int(evictable))
+
+    def coldest(self, count: int) -> list[OffloadKey]:
+        """Return up to `count` chunks that would be evicted next, in the order of eviction."""
+        return self.keys(self._coldest(count, self.evictable))
+
+    def hottest(self) -> list[OffloadKey]:
+        """Return all ready chunks without readers, in the reverse order of eviction."""
+        ranked = self._ranked()[::-1]
+        return self.keys(ranked[self.evictable[ranked]])
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def pin(self, slots: Slots) -> None:
+        """Add a reader to slots that are ready."""
+        if self.try_pin(slots) < len(slots):
+            raise IntegrityError("slot table: expected to read slots that are ready")
+
+    def unpin(self, slots: Slots) -> None:
+        """Remove a reader; doomed slots without readers become free."""
+        if self.try_unpin(slots) < len(slots):
+            raise IntegrityError("slot table: expected slots that are being read")
+
+    def try_unpin(self, slots: Slots) -> int:
+        """Remove a reader from each slot, and return the number of slots before the first without one.
+
+        If that is not all of them, nothing has changed. Doomed slots without readers become free.
+        """
+        num_unpinned = self._book.unpin(slots)
+        if self._doomed and num_unpinned == len(slots):
+            self._free_doomed(slots, 0)
+        return num_unpinned
+
+    def touch(self, slots: Slots, user: int = NO_USER) -> None:
+        """Record a use of held slots, ordered head to tail of a prefix.
+
+        A use by the `user` who stored a chunk only renews its recency.
+        """
+        self._touch(slots, self._stored_by[slots] != user)
+        if self._keeps_ticks:
+            self._stamp(slots)
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def reserve(self, keys: list[OffloadKey], spared: Slots = NO_SLOTS) -> Reserved:
+        """Give slots to as many new keys as possible. Evicts other chunks if needed, but no spared slot."""
+        num_free = self.num_free()
+        victims, evicted = self.make_room(len(keys) - num_free, spared)
+        slots = self.take(keys[: num_free + len(evicted)])
+        return Reserved(slots, evicted, victims)
+
+    def make_room(self, count: int, spared: Slots = NO_SLOTS) -> tuple[Slots, list[OffloadKey]]:
+        """Evict up to `count` chunks, none of them in a spared slot; return their slots and their keys."""
+        if count <= 0:
+            return NO_SLOTS, []
+        if not len(spared):
+            return self._evict(count)
+        hidden = spared[self.evictable[spared]]
+        self.evictable[hidden] = False
+        try:
+            return self._evict(count)
+        finally:
+            self.evictable[hidden] = True
+
+    def take(self, keys: list[OffloadKey], user: int = 0) -> Slots:
+        """Give free slots to new keys, which are then being written."""
+        slots = self._book.reserve(user, keys)
+        try:
+            self._insert(slots, keys)
+        except BaseException:  # a keyboard interrupt, perhaps: the caller does not learn of the slots
+            self._book.complete(keys)
+            self._book.release(slots)
+            raise
+        if self._keeps_ticks:
+            self._stamp(slots)
+        return slots
+
+    def _evict(self, count: int) -> tuple[Slots, list[OffloadKey]]:
+        victims = self._choose_victims(count, self.evictable, self.keys)
+        keys = self._book.release(victims) if len(victims) <= count else None
+        if keys is not None:
+            return victims, keys
+        wrong = InputError(f"expected at most {count} different evictable slots, got {victims.tolist()}")
+        if type(self.policy) in _OURS:
+            raise IntegrityError(f"policy {type(self.policy).__qualname__}: {wrong}")
+        self._replace_policy("evict", wrong)
+        return self._evict(count)
+
+    def complete(self, keys: list[OffloadKey]) -> list[OffloadKey] | None:
+        """End the writing of keys and return those that were being written.
+
+        `None` means that some slots are doomed, so that the caller must name the slots (`written`).
+        """
+        return None if self._doomed else self._book.complete(keys)
+
+    def written(self, slots: Slots) -> list[OffloadKey]:
+        """End the writing of slots and return the keys that are ready now. Doomed slots become free."""
+        keys = self._book.complete(self.keys(slots))
+        self._free_doomed(slots, WRITING)
+        return keys
+
+    def unwritten(self, slots: Slots) -> list[OffloadKey]:
+        """End a failed write of slots and return the keys that are absent now. The slots become free."""
+        self._free_doomed(slots, WRITING)
+        keys = self._book.complete(self.keys(slots))
+        gone = self.find(keys)
+        self._remove(gone)
+        self._book.release(gone)
+        return keys
+
+    # -- making absent -----------------------------------------------------------------------------
+
+    def drop(self, slots: Slots) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Make held chunks absent; return the keys that were ready, and the keys that were being written.
+
+        Slots in use become doomed.
+        """
+        ready, busy = self.readers[slots] != WRITING, self.readers[slots] != 0
+        self._remove(slots)
+        keys = self._book.remove(slots)
+        self._doomed.update(compress(zip(slots.tolist(), keys, strict=True), busy.tolist()))
+        self._book.free(slots[~busy])
+        return list(compress(keys, ready.tolist())), list(compress(keys, (~ready).tolist()))
+
+    def clear(self) -> tuple[SlotBook, Slots, list[OffloadKey]]:
+        """Make all chunks absent; return their book, the slots that were ready, and the keys that were not.
+
+        Slots in use become doomed. The time does not depend on the number of chunks, but for some passes
+        over arrays.
+        """
+        book, readers, held = self._book, self.readers, self.held_slots()
+        busy = held[readers[held] != 0]
+        self._doomed.update(zip(busy.tolist(), book.keys(busy), strict=True))
+        used = _array(list(self._doomed))
+        left = np.zeros(self.num_slots, dtype=np.int64)
+        left[used] = readers[used]
+        self._open_book(left, used)
+        self._clear()
+        are_written = readers[held] != WRITING
+        return book, held[are_written], book.keys(held[~are_written])
+
+    def _free_doomed(self, slots: Slots, readers: int) -> None:
+        """Free the doomed slots with this count of readers: their last job is over."""
+        if self._doomed:
+            over = [slot for slot in dict.fromkeys(slots.tolist()) if slot in self._doomed]
+            over = [slot for slot in over if self.readers[slot] == readers]
+            for slot in over:
+                del self._doomed[slot]
+            self._book.free(_array(over))
+
+    def _stamp(self, slots: Slots) -> None:
+        """Give ticks to slots; the first slot gets the highest."""
+        self._tick += len(slots)
+        self.ticks[slots] = np.arange(self._tick, self._tick - len(slots), -1)
+
+    # -- the policy --------------------------------------------------------------------------------
+
+    def _use_policy(self, policy: CachePolicy) -> None:
+        """Take over a policy; the calls of one of another package go through `_ask`."""
+        self.policy = policy
+        is_ours = type(policy) in _OURS
+        calls = (getattr(policy, name) if is_ours else partial(self._ask, name) for name in _CALLS)
+        self._insert, self._touch, self._remove, self._clear, self._check, *questions = calls
+        self._choose_victims, self._coldest, self._ranked = questions
+
+    def _ask(self, call: str, *args: Any) -> Any:
+        """Call a policy of another package, with copies of arrays: the originals belong to transfers too.
+
+        If it raises, or answers with anything but different slots, LRU takes its place.
+        """
+        try:
+            answer = getattr(self.policy, call)(*map(_copied, args))
+            return self._expect_slots(answer) if call in _QUESTIONS else None
+        except Exception as error:  # foreign code on the engine's thread: it may choose badly, no more
+            self._replace_policy(call, error)
+            return getattr(self.policy, call)(*args)
+
+    def _expect_slots(self, answer: object) -> Slots:
+        slots = np.asarray(answer, dtype=np.int64) if type(answer) is np.ndarray else None
+        if slots is None or slots.ndim != 1 or len(np.unique(slots)) < len(slots):
+            raise InputError(f"expected a one-dimensional array of different slots, got {type(answer)}")
+        if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
+            raise InputError(f"expected slots from 0 to {self.num_slots - 1}, got {slots}")
+        return slots
+
+    def _replace_policy(self, call: str, error: Exception) -> None:
+        """Go on with LRU over what is held: the order of use is lost, and only the next uses count."""
+        name, lru, held = type(self.policy).__qualname__, LRUPolicy(self.num_slots), self.held_slots()
+        lru.insert(held, self.keys(held))
+        self._use_policy(lru)
+        logger.error(
+            "policy %s: %s failed; going on with lru until the engine starts again",
+            name, call, exc_info=error,
+        )  # fmt: skip
+
+    # -- restoring ---------------------------------------------------------------------------------
+
+    def restore(
+        self, slots: Slots, keys: Sequence[OffloadKey], ticks: npt.NDArray[np.int64]
+    ) -> Iterator[int]:
+        """Fill an empty table: these slots, ascending, hold these different keys, last used at these ticks.
+
+        Yields how many slots are done, so that other threads may run in between.
+        """
+        self.ticks, self._keeps_ticks = np.zeros(self.num_slots, dtype=np.int64), True
+        if not len(slots):
+            return
+        # The book gives out slots from 0 on: take all slots up to the last one, and give back the holes.
+        end, at = int(slots[-1]) + 1, 0
+        for start in range(0, end, _RESTORE_SLICE):
+            stop = min(end, start + _RESTORE_SLICE)
+            until = int(np.searchsorted(slots, stop))
+            names, holes = self._name_all(slots[at:until] - start, keys[at:until], start, stop)
+            taken = self._book.reserve(0, names)
+            if not np.array_equal(taken, np.arange(start, stop)):
+                raise IntegrityError("slot table: expected an empty table, which gives out slots from 0 on")
+            self.readers[start:stop] = 0
+            self.evictable[start:stop] = True
+            self._holes(holes + start)
+            at = until
+            yield stop
+        if ticks.min() < 0 or ticks.max() >= _MOST_TICKS:  # a saved tick may be wrong
+            ticks = np.argsort(np.argsort(ticks, kind="stable"), kind="stable") + 1
+        self.ticks[slots] = ticks
+        self._tick = int(ticks.max())
+        newest_first = np.argsort(-ticks, kind="stable")
+        self._insert(slots[newest_first], list(map(keys.__getitem__, newest_first.tolist())))
+
+    @staticmethod
+    def _name_all(
+        positions: Slots, keys: Sequence[OffloadKey], start: int, stop: int
+    ) -> tuple[list[OffloadKey], Slots]:
+        """Return a key for each slot from `start` to `stop`, and the positions whose key is invented."""
+        if len(keys) == stop - start:
+            return list(keys), NO_SLOTS
+        names = [OffloadKey(b"%d" % slot) for slot in range(start, stop)]
+        for position, key in zip(positions.tolist(), keys, strict=True):
+            names[position] = key
+        is_hole = np.ones(stop - start, dtype=np.bool_)
+        is_hole[positions] = False
+        return names, np.flatnonzero(is_hole)
+
+    def _holes(self, slots: Slots) -> None:
+        """Empty the holes. They become free only at the end, or the book would give them out again."""
+        self._book.remove(slots)
+        self._doomed.update(dict.fromkeys(slots.tolist(), OffloadKey(b"")))
+
+    def free_holes(self) -> None:
+        """Free the slots that `restore` left empty, so that the lowest slot is used first."""
+        holes = _array(sorted(self._doomed, reverse=True))
+        self._doomed.clear()
+        self._book.free(holes)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if an invariant of the table or its policy is broken."""
+        self._check()
+        held, used, free = self.held_slots(), list(self._doomed), self._book.free_slots()
+        readers, keys = self.readers, self.keys(held)
+        unread = np.zeros(self.num_slots, dtype=np.bool_)
+        unread[held] = readers[held] == 0
+        ranked, policy = np.sort(self._ranked()), type(self.policy).__qualname__
+        rules = (
+            (len(held) + len(used) + len(free) == self.num_slots, "every slot is held, doomed or free"),
+            (len(self._book) == len(keys) == len(held), "a slot has a key iff it is held"),
+            (np.array_equal(self.find(keys), held), "keys and slots map to each other"),
+            (readers.min(initial=0) >= WRITING, "a chunk has one writer"),
+            (readers[used].all(), "doomed slots are in use"),
+            (not readers[free].any(), "free slots are not in use"),
+            (np.array_equal(self.evictable, unread), "what may be evicted is ready and unread"),
+            (np.array_equal(ranked, held), f"{policy} ranks what is held"),
+        )
+        for holds, rule in rules:
+            if not holds:
+                raise IntegrityError(f"slot table: expected that {rule}; {self.counts()}")
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray | list) else value
+
+
+def _array(slots: list[int]) -> Slots:
+    return np.array(slots, dtype=np.int64)

@@ -1,0 +1,161 @@
+"""`InFlightLookups` and `PresenceCache`: a shared tier's running lookups on its server, and recent answers.
+
+At most one lookup at a time covers a chunk. A lookup has the deadline of its call, as a job of rows has; the
+requests that wait for it have their own (`offload.waits`). At its deadline a lookup is late: it no longer
+covers its chunks, and it blocks new lookups until its call has returned. Answers are remembered for a while,
+a yes for longer than a no; when a row turns out to be lost, every earlier yes is in doubt. Scheduler thread
+only, except for the fields that an I/O thread writes into a lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.errors import IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.residency import BoundedKeyMap
+
+_YES_SECONDS = 30.0
+"""A stored row usually stays this long: servers evict rows that were not used for minutes."""
+_NO_SECONDS = 1.0
+"""Enough that a burst of equal prompts asks once; another engine's row is found a second later."""
+_FRESH_NO = 5.0
+"""If the server said no within these seconds, it is not asked again before a row is sent: an engine that
+computes a prompt has just looked it up, and if another engine has sent the row since, it is the same row.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightLookup:
+    """Chunks of a prefix that a thread looks up on the server now or soon."""
+
+    keys: list[OffloadKey]
+    scope: int
+    deadline: float
+    is_late: bool = False
+    began: float | None = None
+    """When a thread began the call; written by that thread."""
+    seconds: float = 0.0
+    """How long the call took, once it is over; written by that thread."""
+
+
+class InFlightLookups:
+    """Keeps the lookups whose calls have not returned."""
+
+    def __init__(self) -> None:
+        self._open: set[InFlightLookup] = set()
+        self._covered: dict[OffloadKey, InFlightLookup] = {}
+        self.num_late = 0
+        """The number of late lookups that block new ones."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, key: OffloadKey) -> InFlightLookup | None:
+        """Return the lookup that covers a chunk."""
+        return self._covered.get(key)
+
+    def add(self, keys: list[OffloadKey], scope: int, deadline: float) -> InFlightLookup:
+        """Add a lookup of chunks that no other lookup covers."""
+        lookup = InFlightLookup(keys, scope, deadline)
+        self._open.add(lookup)
+        self._covered.update(dict.fromkeys(keys, lookup))
+        return lookup
+
+    def take_late(self, now: float) -> list[OffloadKey]:
+        """Give up the lookups whose deadline has passed, and return their chunks."""
+        late = [lookup for lookup in self._open if not lookup.is_late and now >= lookup.deadline]
+        for lookup in late:
+            lookup.is_late = True
+            self.num_late += 1
+        return [key for lookup in late for key in self._take_off(lookup)]
+
+    def late(self) -> list[InFlightLookup]:
+        """Return the late lookups whose calls have not returned."""
+        return [lookup for lookup in self._open if lookup.is_late] if self.num_late else []
+
+    def forget(self, lookup: InFlightLookup) -> None:
+        """Remove a lookup that is over, or no longer blocks others."""
+        self._take_off(lookup)
+        if lookup in self._open:
+            self._open.remove(lookup)
+            self.num_late -= lookup.is_late
+
+    def forget_chunks(self) -> None:
+        """Uncover all chunks. Lookups whose calls are open stay open."""
+        self._covered.clear()
+
+    def _take_off(self, lookup: InFlightLookup) -> list[OffloadKey]:
+        """Uncover the chunks of a lookup, and return them."""
+        keys = [key for key in lookup.keys if self._covered.get(key) is lookup]
+        for key in keys:
+            del self._covered[key]
+        return keys
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the records do not agree."""
+        for holds, rule in (
+            (self._open.issuperset(self._covered.values()), "every covered chunk has a lookup"),
+            (self.num_late == sum(lookup.is_late for lookup in self._open), "late lookups are counted"),
+        ):
+            if not holds:
+                raise IntegrityError(f"lookups in flight: expected that {rule}")
+
+
+class _Answer(NamedTuple):
+    """Whether a row was stored, and when the answer came."""
+
+    is_there: bool
+    at: float
+
+
+class PresenceCache:
+    """Remembers the last answers about rows, for about the newest `limit` rows."""
+
+    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._answers: BoundedKeyMap[_Answer] = BoundedKeyMap(limit)
+        self._trusted_since = float("-inf")
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._answers)
+
+    def record(self, keys: list[OffloadKey], *, is_there: bool) -> None:
+        """Record the newest answer about rows."""
+        self._answers.record(keys, _Answer(is_there, self._clock()))
+
+    def doubt(self) -> None:
+        """Stop trusting every earlier yes: the server may have lost all rows."""
+        self._trusted_since = self._clock()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._answers.clear()
+
+    def last(self, key: OffloadKey) -> bool | None:
+        """Return the last answer, however old, or `None` if there is none."""
+        answer = self._answers.get(key)
+        return None if answer is None else answer.is_there
+
+    def look_up(self, key: OffloadKey, now: float) -> bool | None:
+        """Return whether a row is stored, or `None` if there is no answer or it is too old."""
+        answer = self._answers.get(key)
+        if answer is None or not self._is_trusted(answer):
+            return None
+        seconds = _YES_SECONDS if answer.is_there else _NO_SECONDS
+        return answer.is_there if now < answer.at + seconds else None
+
+    def was_there(self, key: OffloadKey) -> bool:
+        """Return whether the last answer about a row was a yes that is still trusted, however old."""
+        answer = self._answers.get(key)
+        return answer is not None and answer.is_there and self._is_trusted(answer)
+
+    def was_just_absent(self, key: OffloadKey, now: float) -> bool:
+        """Return whether the server has answered within seconds that it does not have a row."""
+        answer = self._answers.get(key)
+        return answer is not None and not answer.is_there and now - answer.at < _FRESH_NO
+
+    def _is_trusted(self, answer: _Answer) -> bool:
+        return not answer.is_there or answer.at >= self._trusted_since
