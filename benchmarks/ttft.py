@@ -1,4 +1,4 @@
-"""Claim: a prompt whose KV is in the pool gets its first token many times sooner than a computed one.
+"""Claim: a prompt whose KV is in the pool gets its first token many times faster than a computed one.
 
 For each prompt length, in turns: a new prompt (recompute), the same prompt after the engine has forgotten
 it so that only the pool has it (load), and a bare memcpy of as many bytes between memory that no cache

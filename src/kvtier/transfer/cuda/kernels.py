@@ -4,8 +4,8 @@ either direction.
     rows      tile t of block i:  address[i] + offset[t],          size[t] words
     engine    tile t of block i:  base[t] + block[i] * stride[t],  as many
 
-A *tile* is a page or a part of one. A table on the device says where the tiles of any block are. A launch
-takes block ids and, behind them, as many addresses of rows (*args*). A program copies some tiles
+A *tile* is a page or a part of one. A table on the device has the addresses of the tiles of any block. The
+arguments of a launch are block ids and, behind them, as many addresses of rows. A program copies some tiles
 at once, so that small pages too keep many loads in flight, and goes on with the next tiles until there are
 none.
 
