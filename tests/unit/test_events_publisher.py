@@ -47,7 +47,7 @@ from kvtier.events import (
     change_of,
     decode_batch,
 )
-from kvtier.events.publish.endpoints import check_ports
+from kvtier.events.config import check_ports
 from kvtier.events.publish.outbox import Outbox, Overflow
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}

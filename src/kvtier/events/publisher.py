@@ -18,19 +18,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from kvtier.errors import InputError
-from kvtier.events.config import VLLM_FIELDS, KVEventsConfig
-from kvtier.events.publish.endpoints import client_endpoint, offset_endpoint
+from kvtier.events.config import VLLM_FIELDS, KVEventsConfig, client_endpoint, offset_endpoint
 from kvtier.events.publish.loop import PublisherLoop
 from kvtier.events.publish.replay import END_SEQ
 from kvtier.events.types import EventBatch
-
-__all__ = [
-    "EventPublisher",
-    "EventPublisherFactory",
-    "NullEventPublisher",
-    "PublisherStats",
-    "ZmqEventPublisher",
-]
 
 
 class EventPublisher(ABC):

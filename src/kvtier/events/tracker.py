@@ -29,8 +29,6 @@ from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, KVCacheEvent
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
-__all__ = ["ChunkGroup", "Describe", "Description", "OffloadingEventsTracker", "TierEvent"]
-
 _FULL_ATTENTION = "full_attention"
 _TOKEN_TYPE = "i"
 

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.types import BlockRemoved, blocks_of
-from kvtier.events.wire import U64, Encoding, EventEncoder, to_u64
+from kvtier.events.wire import U64, EventEncoder, to_u64
+from kvtier.events.wire_structs import Encoding
 
 __all__ = ["UNENCODABLE", "Draft", "Drafter"]
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import zmq
 
-from kvtier.events.config import KVEventsConfig
+from kvtier.errors import OutsideError
+from kvtier.events.config import KVEventsConfig, check_ports, is_bound, offset_endpoint
 from kvtier.events.curve import Gate
-from kvtier.events.publish.endpoints import attach, check_ports, is_bound, offset_endpoint
 from kvtier.events.publish.outbox import Outbox, Overflow
 from kvtier.events.publish.replay import CLIENT_QUEUE, STALLED_AFTER, ReplayServer
 from kvtier.events.publish.sender import Sender
@@ -224,7 +224,7 @@ class PublisherLoop:
             self.gate = Gate(self._context, config.curve.clients_dir)
         pub = self._socket(zmq.PUB)
         pub.set_hwm(_most_waiting(config))
-        self.endpoint = attach(
+        self.endpoint = _attach(
             pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind
         )
         self.sender = Sender(pub, config, rank, self._numbers)
@@ -242,7 +242,7 @@ class PublisherLoop:
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
         router.setsockopt(zmq.SNDHWM, CLIENT_QUEUE)
         router.setsockopt(zmq.TCP_MAXRT, int(1000 * STALLED_AFTER))  # drops a client that does not read
-        self.replay_endpoint = attach(router, endpoint, self._rank, bind=True)
+        self.replay_endpoint = _attach(router, endpoint, self._rank, bind=True)
         self.replay = ReplayServer(router, self.sender, self._config)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -292,3 +292,23 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _attach(sock: zmq.Socket[bytes], endpoint: str, rank: int, *, bind: bool) -> str:
+    """Bind or connect a socket, and return its address. `tcp://*:0` gets the port that the system chose."""
+    try:
+        if not bind:
+            sock.connect(endpoint)
+            return endpoint
+        if "[" in endpoint or endpoint.startswith("tcp://::"):
+            sock.setsockopt(zmq.IPV6, 1)
+        sock.bind(endpoint)
+    except zmq.ZMQError as error:
+        verb = "bind" if bind else "connect to"
+        raise OutsideError(
+            f"data-parallel rank {rank} cannot {verb} {endpoint}: {error.strerror}"
+        ) from error
+    if not endpoint.endswith(":0"):
+        return endpoint
+    bound: Any = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+    return f"{endpoint.rpartition(':')[0]}:{bound.rpartition(':')[2]}"

@@ -29,10 +29,9 @@ import zmq
 
 from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.frames import SNAPSHOT, STATUS
 from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.snapshot import RankBatch, Snapshot
-from kvtier.events.wire import batch_ends
+from kvtier.events.wire import SNAPSHOT, STATUS, batch_ends
 
 __all__ = ["END_SEQ", "ReplayServer"]
 

@@ -19,7 +19,8 @@ import msgspec
 from kvtier.errors import IntegrityError
 from kvtier.events.publish.state import PublishedState, Record, runs
 from kvtier.events.types import AllBlocksCleared, BlockStored, ExternalBlockHash, Mark, blocks_of
-from kvtier.events.wire import Encoding, EventEncoder, Place
+from kvtier.events.wire import EventEncoder, Place
+from kvtier.events.wire_structs import Encoding
 
 __all__ = ["RankBatch", "Snapshot"]
 
