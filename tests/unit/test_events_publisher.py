@@ -48,7 +48,7 @@ from kvtier.events import (
     decode_batch,
 )
 from kvtier.events.config import check_ports
-from kvtier.events.publish.outbox import Outbox, Overflow
+from kvtier.events.publish.loop import Loss, Outbox
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 LATE = 30.0  # seconds that a busy machine may let a thread wait
@@ -512,15 +512,15 @@ def test_a_full_queue_leaves_a_gap_that_replay_fills(client: Client) -> None:
             made.publish(batch(stored([11], 10)))
         made.check()
         made.publish(batch(stored([12], 11)))
-        live = [receive(sub) for _ in range(5)]
-        assert [int.from_bytes(seq, "big") for _, seq, _ in live] == [0, 1, 2, 12, 13]
-        again = replay(made, 3, client)
-        assert numbers(again) == list(range(3, 14))
+        live = [receive(sub) for _ in range(2)]
+        assert [int.from_bytes(seq, "big") for _, seq, _ in live] == [12, 13]
+        again = replay(made, 0, client)
+        assert numbers(again) == list(range(14))
         consumer = consume(again)
         assert {block for _, block in consumer.held} == set(range(1, 13)) - {2, 9}
         stats = made.stats()
-        assert (stats.overflowed, stats.next_seq) == (9, 14)
-        mark = decode_batch(live[3][2]).mark
+        assert (stats.overflowed, stats.next_seq) == (12, 14)
+        mark = decode_batch(live[0][2]).mark
         assert mark is not None
         assert mark.blocks == 9
 
@@ -587,24 +587,42 @@ def test_what_is_joined_keeps_ranks_clears_and_faults_apart(
         assert (stats.unencodable, stats.filtered, stats.joined) == (1, 1, 4)
 
 
-def test_tasks_and_overflows_come_after_what_was_joined_before_them(client: Client) -> None:
+def test_batches_that_wait_too_long_are_not_sent_but_their_effect_is_replayed(client: Client) -> None:
     with publisher(max_queue_size=100, **PLAIN) as made:
         with BusyThread(made):
             for n in range(150):
                 made.publish(batch(stored([n + 1])))
+        made.flush()
+        made.publish(batch(stored([151])))
         sent = replay(made, 0, client)
-        assert {block for _, block in consume(sent).held} == set(range(1, 151))
-        assert made.stats().overflowed == 50
-        assert made.stats().next_seq == 100 - made.stats().joined + 50
+        assert {block for _, block in consume(sent).held} == set(range(1, 152))
+        assert (made.stats().overflowed, made.stats().next_seq) == (150, 151)
 
 
-def test_publishing_never_waits() -> None:
-    with publisher(max_queue_size=10, **PLAIN) as made, BusyThread(made):
-        start = time.monotonic()
-        for n in range(20_000):
-            made.publish(batch(stored([n + 1])))
-        assert time.monotonic() - start < DEADLINE
-        assert len(made._loop.outbox) <= 12
+def test_publishing_never_waits_and_a_full_queue_ends_in_a_clear(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the lost batches would have changed is not known, so consumers must not hold anything."""
+    monkeypatch.setattr("kvtier.events.publish.loop._LEAST_CAPACITY", 100)
+    with publisher(max_queue_size=10, **PLAIN) as made:
+        made.publish(batch(stored([1_000_000])))
+        made.flush()
+        sub = client.subscribe(made)
+        with BusyThread(made):
+            start = time.monotonic()
+            for n in range(20_000):
+                made.publish(batch(stored([n + 1])))
+            assert time.monotonic() - start < DEADLINE
+            assert len(made._loop.outbox) == 101  # with the loss
+        made.check()
+        _, seq, payload = receive(sub)
+        cleared = decode_batch(payload)
+        assert (cleared.events, int.from_bytes(seq, "big")) == ([AllBlocksCleared()], 20_001)
+        assert cleared.mark is not None
+        assert (cleared.mark.blocks, made.stats().blocks, made.stats().overflowed) == (0, 0, 20_000)
+        made.publish(batch(removed([1_000_000]), stored([7])))
+        assert {block for _, block in consume(replay(made, 0, client)).held} == {7}
+        assert {block for _, block in consume(replay(made, b"snapshot", client)).held} == {7}
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -762,19 +780,9 @@ def test_an_overflow_leaves_numbers_for_a_state_of_several_ranks(client: Client)
             for rank in (0, 1, 2, 3):
                 made.publish(EventBatch(1.0, [stored([rank + 1])], rank))
         made.check()
-        got = replay(made, 1, client)
-        assert numbers(got) == list(range(1, made.stats().next_seq))
+        got = replay(made, 0, client)
+        assert numbers(got) == list(range(made.stats().next_seq))
         assert of_ranks(got) == {rank: {rank + 1} for rank in (0, 1, 2, 3)}
-
-
-def test_a_req_client_is_told_that_ranks_do_not_fit_one_message(client: Client) -> None:
-    with publisher(**PLAIN) as made:
-        for rank in (0, 1):
-            made.publish(EventBatch(1.0, [stored([1])], rank))
-        made.check()
-        req = client.open(zmq.REQ, made.replay_endpoint)
-        req.send(b"snapshot")
-        assert receive(req)[0].startswith(b"error: too much for one message")
 
 
 # -- fields of the wrong type ----------------------------------------------------------------------
@@ -804,23 +812,6 @@ def test_an_ill_typed_event_is_refused_and_snapshots_go_on(
         assert made.stats().unencodable == 1
         [name] = wrong
     assert f"{name}: expected" in caplog.text
-
-
-def test_a_snapshot_leaves_out_what_it_cannot_encode(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing that is let in is such; should it be, one block must not keep all others from who joins."""
-    with publisher(**PLAIN) as made:
-        made.publish(batch(stored([1, 2, 3]), stored([4, 5])))
-        made.publish(batch(removed([2])))
-        made.check()
-        [holding] = made._loop.sender._states[0].holdings()
-        record = holding.blocks.get(1)
-        assert record is not None
-        record.data = b"\xc1"
-        held = {block for _, block in consume(replay(made, b"snapshot", client)).held}
-        assert ({4, 5} <= held, made.stats().left_out, made.stats().errors) == (True, 3, 0)
-    assert "left out of a snapshot" in caplog.text
 
 
 # -- where numbers begin ---------------------------------------------------------------------------
@@ -863,29 +854,29 @@ def test_who_asks_from_0_gets_the_state_and_what_came_since(client: Client) -> N
         assert numbers(replay(made, b"kvtier:status", client)) == [1_700_000_000_000_019]
 
 
-def as_it_is(events: list[Any]) -> tuple[list[tuple[str, Any, bytes]], list[str]]:
-    return [(type(event).__name__, event, b"") for event in events], []
-
-
-def test_batches_that_overflow_are_of_the_publishers_rank_unless_they_name_one() -> None:
-    outbox = Outbox(capacity=1, counting="count", rank=3, draft=as_it_is)
-    for named in (None, None, 3, 5):
-        outbox.queue_or_overflow(EventBatch(1.0, [stored([1])], named))
-    outbox.take()
-    overflow = outbox.take()
-    assert isinstance(overflow, Overflow)
-    assert (overflow.batches, overflow.ranks()) == (3, {3, 5})
+def test_a_full_outbox_loses_batches_until_the_loss_is_taken() -> None:
+    outbox = Outbox(capacity=1)
+    for n in range(4):
+        outbox.queue_or_lose(EventBatch(float(n), []))
+    outbox.check()
+    assert outbox.take().ts == 0.0
+    outbox.queue_or_lose(EventBatch(4.0, []))  # there is room, but it would overtake what is lost
+    loss = outbox.take()
+    assert isinstance(loss, Loss)
+    assert loss.batches == 4
+    outbox.queue_or_lose(EventBatch(5.0, []))
+    assert (loss.batches, outbox.take().ts, outbox.take()) == (4, 5.0, None)
 
 
 def test_an_outbox_that_is_closed_stays_so() -> None:
-    """The thread goes on to take what waits, an overflow too, after which there is room again."""
-    outbox = Outbox(capacity=1, counting="count", rank=0, draft=as_it_is)
-    outbox.queue_or_overflow(EventBatch(1.0, []))
-    outbox.queue_or_overflow(EventBatch(2.0, []))
+    """The thread goes on to take what waits, a loss too, after which there is room again."""
+    outbox = Outbox(capacity=1)
+    outbox.queue_or_lose(EventBatch(1.0, []))
+    outbox.queue_or_lose(EventBatch(2.0, []))
     outbox.close()
     for _ in range(3):
         with pytest.raises(RuntimeError, match="closed"):
-            outbox.queue_or_overflow(EventBatch(3.0, []))
+            outbox.queue_or_lose(EventBatch(3.0, []))
         outbox.take()
     assert len(outbox) == 0
 

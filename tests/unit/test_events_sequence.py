@@ -13,7 +13,7 @@ from tests.unit.event_kit import Client, batch, consume, publisher, replay, stor
 
 from kvtier.errors import InputError, IntegrityError, OutsideError
 from kvtier.events import AllBlocksCleared, decode_batch
-from kvtier.events.publish.sequence import SequenceFile
+from kvtier.events.publish.sender import SequenceFile
 
 
 @pytest.fixture

@@ -48,9 +48,10 @@ class KVEventsConfig:
     - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
     - `hwm`: how many messages wait for a slow subscriber before it misses some; about `buffer_bytes` at
       most (0: without any bound).
-    - `max_queue_size`: how many batches wait for the publisher's thread. Further batches overflow: only
-      their effect on the state is kept. If more than 64 wait, up to 32 travel as one, with all their
-      events, the last one's time and one number.
+    - `max_queue_size`: how many batches may wait for the publisher's thread. If more wait, they are not
+      sent: only their effect on the state is kept. Twice as many, and at least 10,000, find room; if the
+      queue is full, batches are lost, and consumers are told to forget all blocks. If more than 64 wait, up
+      to 32 travel as one, with all their events, the last one's time and one number.
     - `encoding`, `array_version`: events as `map` (vLLM 0.24 and later) or as `array`, with the fields of
       that version.
     - `hash_format`: `u64` (the low 64 bits, as Dynamo wants them; vLLM's ints unchanged) or `as_is` (bytes

@@ -3,8 +3,9 @@
 `ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, under numbers that are never
 reused; several share a number only if more than 64 wait. A subscriber can replay everything it missed,
 batch by batch while the buffer has the batches, and as state after that. `publish()` never waits: if the
-thread is far behind, batches overflow: the state has their effect and their numbers are skipped, so every
-consumer sees a gap. `shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one
+thread is far behind, it does not send the batches that wait; the state has their effect and their numbers
+are skipped, so every consumer sees a gap. If the queue is full, batches are lost, and consumers are told to
+forget everything. `shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one
 thread owns the sockets and the states. In a forked child the publisher is closed. A publisher that is not
 shut down is closed when it is collected, or at exit.
 """
@@ -64,14 +65,13 @@ class PublisherStats:
     queued: int
     buffered: int
     buffered_bytes: int
-    ghosts: int
+    ancestors: int
     sessions: int
     sent: int
     joined: int
     events: int
     filtered: int
     unencodable: int
-    left_out: int
     heartbeats: int
     overflowed: int
     snapshots: int
@@ -137,7 +137,7 @@ class ZmqEventPublisher(EventPublisher):
         if len(queue) < outbox.room:
             queue.append(events)
         else:
-            outbox.queue_or_overflow(events)
+            outbox.queue_or_lose(events)
         if outbox.is_asleep:
             outbox.wake()
 
@@ -167,8 +167,7 @@ class ZmqEventPublisher(EventPublisher):
             queued=len(loop.outbox),
             buffered=len(sender.ring),
             buffered_bytes=sender.ring.bytes,
-            ghosts=sender.ghosts,
-            overflowed=loop.outbox.overflowed,
+            ancestors=sender.ancestors,
             errors=loop.errors,
             sessions=0 if replay is None else len(replay),
             denied=0 if loop.gate is None else loop.gate.denied,
