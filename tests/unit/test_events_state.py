@@ -378,7 +378,7 @@ BREAKERS: list[Callable[[PublishedState], None]] = [
     lambda state: setattr(record_of(state, 3), "birth", 7),
     lambda state: state._ancestors.update({1: record_of(state, 1)}),
     lambda state: state.places()[0].add_all([5], record_of(state, 1)) and None,
-    lambda state: state._delete(record_of(state, 3).birth),
+    lambda state: state._log[0].pop(record_of(state, 3).birth) and None,
     lambda state: state.places()[0].counts.update({99: 2}),
 ]
 

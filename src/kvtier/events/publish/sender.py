@@ -145,10 +145,11 @@ class Sender:
     def _apply(self, rank: int, encoded: EncodedEvent, out: list[bytes]) -> None:
         """Apply an event to the state of a rank, and append what is new in it to `out`."""
         kind, event, data = encoded
+        state = self._states.get(rank) or self._states.setdefault(rank, self._make_state())
         if kind == "BlockStored":
-            self._state(rank).store(event, data, out)
+            state.store(event, data, out)
         elif kind == "BlockRemoved":
-            self._state(rank).remove(event, data, out)
+            state.remove(event, data, out)
         else:
             if kind == "AllBlocksCleared":
                 self._clear(rank)
@@ -267,9 +268,6 @@ class Sender:
 
     def _make_state(self) -> PublishedState:
         return PublishedState(self.encoder, self._counting)
-
-    def _state(self, rank: int) -> PublishedState:
-        return self._states.get(rank) or self._states.setdefault(rank, self._make_state())
 
     def _clear(self, rank: int) -> None:
         """Empty the state of a rank; an unfinished snapshot keeps the old state."""

@@ -73,6 +73,9 @@ class Record(msgspec.Struct, gc=False, eq=False):
     deaths: dict[ExternalBlockHash, int] | None = None
 
 
+_NO_RECORDS: dict[int, Record] = {}
+
+
 class PlacedBlocks:
     """The blocks that consumers hold in one place: each with its record, and its count if that is above 1.
 
@@ -185,7 +188,9 @@ class PublishedState:
     ) -> bool:
         """Make a record of blocks if all of them are new; return whether they were."""
         total = hash_sum(hashes)
-        above = None if parent is None else self._holder(placed, parent)
+        above = placed.tables[hash(parent) % SHARDS].get(parent) if parent is not None else None
+        if above is None and parent is not None and len(self._places) > 1:
+            above = self._find_holder(parent)
         birth = self._number + 1
         record = Record(birth, placed.place, hashes, data, len(hashes))
         if not placed.add_all(hashes, record):
@@ -202,13 +207,10 @@ class PublishedState:
         placed.total += total
         return True
 
-    def _holder(self, placed: PlacedBlocks, block: ExternalBlockHash) -> Record | None:
-        """Return the record that holds a block, preferably in the given place."""
-        found = placed.get(block)
-        if found is None and len(self._places) > 1:
-            elsewhere = (other.get(block) for other in self._places.values())
-            found = next((record for record in elsewhere if record is not None), None)
-        return found
+    def _find_holder(self, block: ExternalBlockHash) -> Record | None:
+        """Return a record that holds a block in any place."""
+        holders = (placed.get(block) for placed in self._places.values())
+        return next((record for record in holders if record is not None), None)
 
     def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
         """Remove blocks; `data` holds the bytes of the whole event."""
@@ -266,30 +268,23 @@ class PublishedState:
 
     def _forget(self, record: Record) -> None:
         """Drop a record from the log, and with it each ancestor whose last child it was."""
-        found: Record | None = record
-        while found is not None:
-            self._delete(found.birth)
-            parent, found = found.parent, None
-            above = self._find(parent) if parent else None
-            if above is not None:
-                above.children -= 1
-                if not above.children:
-                    found = self._ancestors.pop(parent, None)
-
-    def _find(self, birth: int) -> Record | None:
-        """Return the record with a birth number, if it is in the log."""
-        segment = self._log.get(birth >> _SEGMENT_BITS)
-        return None if segment is None else segment.get(birth)
-
-    def _delete(self, birth: int) -> None:
-        key = birth >> _SEGMENT_BITS
-        segment = self._log[key]
-        del segment[birth]
-        left = len(segment)
-        if not left:
-            del self._log[key]
-        elif not left & (left - 1) and key != self._number >> _SEGMENT_BITS:
-            self._log[key] = dict(segment)  # a dict never shrinks; at each halving the cost is small
+        log, found = self._log, record
+        while True:
+            key = found.birth >> _SEGMENT_BITS
+            segment = log[key]
+            del segment[found.birth]
+            left = len(segment)
+            if not left:
+                del log[key]
+            elif not left & (left - 1) and key != self._number >> _SEGMENT_BITS:
+                log[key] = dict(segment)  # a dict never shrinks; at each halving the cost is small
+            above = log.get(found.parent >> _SEGMENT_BITS, _NO_RECORDS).get(found.parent)
+            if above is None:
+                return
+            above.children -= 1
+            if above.children or above.birth not in self._ancestors:
+                return
+            found = self._ancestors.pop(above.birth)
 
     # -- snapshots ---------------------------------------------------------------------------------
 
