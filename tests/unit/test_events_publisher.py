@@ -5,6 +5,7 @@ that.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -42,7 +43,13 @@ from kvtier.events import (
     EventPublisherFactory,
     KVEventBatch,
     KVEventsConfig,
+    Limits,
     NullEventPublisher,
+    Received,
+    Reset,
+    Source,
+    State,
+    Subscriber,
     ZmqEventPublisher,
     change_of,
     decode_batch,
@@ -206,7 +213,7 @@ def test_no_events_no_publisher(config: KVEventsConfig | None) -> None:
     assert made.get_publisher_config() is None
 
 
-def test_the_factory_makes_what_the_config_says() -> None:
+def test_the_factory_follows_the_config() -> None:
     config = KVEventsConfig(
         True, endpoint="tcp://127.0.0.1:0", topic="t", heartbeat_interval=5, max_queue_size=7
     )
@@ -225,7 +232,7 @@ def test_the_factory_makes_what_the_config_says() -> None:
         made.shutdown()
 
 
-def test_registered_publishers_are_given_vllms_fields_and_what_was_set(
+def test_registered_publishers_get_vllms_fields_and_a_changed_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(EventPublisherFactory, "_registry", dict(EventPublisherFactory._registry))
@@ -355,7 +362,7 @@ def test_a_publisher_can_connect(client: Client) -> None:
 # -- beyond ----------------------------------------------------------------------------------------
 
 
-def test_the_first_batch_clears_and_says_who_speaks(client: Client) -> None:
+def test_the_first_batch_clears_and_has_the_epoch(client: Client) -> None:
     with publisher() as made:
         made.check()
         [(seq, payload)] = replay(made, 0, client)
@@ -431,7 +438,7 @@ def test_hashes_in_the_form_that_is_asked_for(client: Client, form: str, expecte
         assert (first[1].block_hashes, second) == ([expected], [removed([expected])])
 
 
-def test_hashes_are_u64_where_nothing_is_said(client: Client) -> None:
+def test_hashes_are_u64_by_default(client: Client) -> None:
     """Dynamo reads no others; vLLM's ints pass unchanged."""
     with publisher(**PLAIN) as made:
         made.publish(batch(stored([b"\xff" * 32, 5, 2**64 + 7, -1 - 1], b"\x00" * 31 + b"\x09")))
@@ -563,7 +570,7 @@ def test_a_joined_message_is_not_large(client: Client) -> None:
         assert 128 << 10 < max(sizes) < 144 << 10
 
 
-def test_what_is_joined_keeps_ranks_clears_and_faults_apart(
+def test_joined_batches_keep_ranks_clears_and_faults_apart(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvtier.events.publish.loop._BEHIND", 0)
@@ -625,10 +632,65 @@ def test_publishing_never_waits_and_a_full_queue_ends_in_a_clear(
         assert {block for _, block in consume(replay(made, b"snapshot", client)).held} == {7}
 
 
+@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_follower_of_an_overloaded_publisher_is_exact_and_holds_nothing_that_is_gone(
+    client: Client, monkeypatch: pytest.MonkeyPatch, seed: int, loses: bool
+) -> None:
+    """Bursts are sent, or applied without being sent, or lost, depending on their length."""
+    monkeypatch.setattr("kvtier.events.publish.loop._LEAST_CAPACITY", 100)
+    monkeypatch.setattr("kvtier.events.publish.sender._SHARED_FOR", 0.0)
+    source, truth, replica = random.Random(seed), set[int](), set[int]()
+    until = time.monotonic() + DEADLINE
+    limits = Limits(probe_interval=0.3, catch_up_delay=0.02, backoff=0.02, backoff_max=0.1)
+    with publisher(max_queue_size=20, buffer_steps=30, heartbeat_interval=0.05) as made:
+        where = Source("one", made.endpoint, made.replay_endpoint)
+        with Subscriber([where], limits=limits) as subscriber:
+            for size in source.choices((5, 15, 60, 90, 300 if loses else 60), k=10):
+                with BusyThread(made):
+                    for _ in range(size):
+                        made.publish(batch(*change(truth, source)))
+                made.flush()
+                made.publish(batch(*change(truth, source)))
+                made.flush()
+                newest = made.stats().next_seq - 1
+                while not follow(subscriber, replica, newest):
+                    assert time.monotonic() < until, "the replica did not become exact"
+                assert replica == {block for _, block in consume(replay(made, b"snapshot", client)).held}
+                assert replica <= truth
+                assert loses or replica == truth
+        assert made.stats().overflowed > 0
+
+
+def change(truth: set[int], source: random.Random) -> list[Any]:
+    """Store a few blocks, or remove some."""
+    blocks = sorted(set(source.choices(range(1, 400), k=3)))
+    there, new = [b for b in blocks if b in truth], [b for b in blocks if b not in truth]
+    truth.symmetric_difference_update(blocks)
+    return ([removed(there)] if there else []) + [stored([block]) for block in new]
+
+
+def follow(subscriber: Subscriber[Any], replica: set[int], seq: int) -> bool:
+    """Apply updates; return whether the replica is exact as of a number or a later one."""
+    for update in subscriber.poll(0.01):
+        if isinstance(update, Reset):
+            replica.clear()
+        elif isinstance(update, Received):
+            for event in update.batch.events:
+                if isinstance(event, AllBlocksCleared):
+                    replica.clear()
+                elif isinstance(event, BlockStored):
+                    replica.update(event.block_hashes)
+                else:
+                    replica.difference_update(event.block_hashes)
+    status = subscriber.status("one")
+    return status.state is State.EXACT and status.seq >= seq
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def test_shutdown_sends_what_waits_and_is_final(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_sends_waiting_batches_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ZmqEventPublisher, "SHUTDOWN_TIMEOUT", DEADLINE)
     with publisher(**PLAIN) as made:
         sub = client.subscribe(made)
@@ -832,7 +894,7 @@ def test_without_a_file_numbers_begin_at_the_clock(client: Client) -> None:
     assert abs(second[0] / 1e6 - time.time()) < 600
 
 
-def test_who_asks_across_a_quick_restart_is_not_told_of_every_number_in_between(client: Client) -> None:
+def test_a_replay_across_a_quick_restart_does_not_fill_every_number(client: Client) -> None:
     """Half a second of clock is half a million numbers: empty batches for them took minutes."""
     with publisher(first=1_700_000_000_500_000, buffer_steps=5, **PLAIN) as made:
         made.publish(batch(stored([1])))
@@ -841,7 +903,7 @@ def test_who_asks_across_a_quick_restart_is_not_told_of_every_number_in_between(
         assert {block for _, block in consume(got).held} == {1}
 
 
-def test_who_asks_from_0_gets_the_state_and_what_came_since(client: Client) -> None:
+def test_a_replay_from_0_has_the_state_and_later_batches(client: Client) -> None:
     with publisher(first=1_700_000_000_000_000, buffer_steps=5, **PLAIN) as made:
         [(newest, _)] = replay(made, b"kvtier:status", client)
         assert newest == 1_700_000_000_000_000 - 1

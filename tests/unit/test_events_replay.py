@@ -222,7 +222,7 @@ def test_a_snapshot(client: Client) -> None:
         assert consumer.mark.blocks == 19
 
 
-def test_snapshots_are_shared_by_those_who_come_together(client: Client) -> None:
+def test_simultaneous_clients_share_a_snapshot(client: Client) -> None:
     with publisher(buffer_steps=10, **PLAIN) as made:
         publish(made, 100)
         for _ in range(3):
@@ -286,7 +286,7 @@ def test_replies_without_a_topic(client: Client) -> None:
 @pytest.mark.parametrize(
     "frames", [[b"x"], [b"", b"123456789"], [b"", b"", b""], [b"x", b"1"], [b""], [b""] * 50]
 )
-def test_a_malformed_request_is_told_so(client: Client, frames: list[bytes]) -> None:
+def test_a_malformed_request_gets_an_error(client: Client, frames: list[bytes]) -> None:
     with publisher(**PLAIN) as made:
         dealer = client.open(zmq.DEALER, made.replay_endpoint)
         dealer.send_multipart(frames)

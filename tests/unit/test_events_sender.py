@@ -175,7 +175,7 @@ WRONG_TYPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", WRONG_TYPES)
 @pytest.mark.parametrize("hash_format", ["u64", "as_is"])
-def test_what_consumers_cannot_read_is_refused(what: str, hash_format: str) -> None:
+def test_events_with_wrong_types_are_refused(what: str, hash_format: str) -> None:
     sender, wire = make_sender(hash_format=hash_format)
     with contextlib.suppress(TypeError):  # of a store that is not even a list
         sender.send(EventBatch(1.0, [WRONG_TYPES[what]], 0))

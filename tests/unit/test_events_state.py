@@ -146,7 +146,7 @@ def consume(events: list[bytes]) -> Consumer:
 
 @pytest.mark.parametrize("counting", ["count", "set"])
 @given(wild_events)
-def test_what_goes_out_is_set_like_and_adds_up(counting: str, events: list[Any]) -> None:
+def test_published_events_are_set_like_and_add_up(counting: str, events: list[Any]) -> None:
     state, model, out = run(events, counting)
     assert consume(out).held == model.held()
     change = change_of(decode_batch(frame_batch(0.0, out, 0)).events)
@@ -233,7 +233,7 @@ def test_a_dead_tail_is_left_out_of_a_snapshot() -> None:
     assert sent == [AllBlocksCleared(), stored([1, 2])]
 
 
-def test_what_a_snapshot_keeps_is_no_work_for_the_collector() -> None:
+def test_the_batches_of_a_snapshot_are_not_tracked_by_the_collector() -> None:
     """It went through hundreds of batches at once, and held the interpreter for a millisecond."""
     state, _, _ = run([stored([1, 2]), stored([3], 2)])
     snapshot = Snapshot({0: state}, state._encoder, 3, Mark(9, state.blocks, state.digest))
@@ -339,7 +339,7 @@ def test_chains_of_any_length_are_freed() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, ["a"], [1.5], [None], [1, "a"]])
-def test_what_is_no_hash_changes_nothing(wrong: Any) -> None:
+def test_wrong_hashes_change_nothing(wrong: Any) -> None:
     state, _, _ = run([stored([1, 2])])
     for event in (stored([3]), removed([1])):
         bad = type(event)(

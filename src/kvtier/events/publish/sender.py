@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _SHARED_FOR = 0.25  # seconds in which new clients share a snapshot
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
-_LARGEST_BYTES = 64 << 10  # of a message, but for its last event: who reads it holds the interpreter, too
+_LARGEST_BYTES = 64 << 10  # of a message, without its last event: decoding one holds the interpreter, too
 _BLOCKS_A_NUMBER = 64
 _FREED_AT_ONCE = 16
 _MORE = int(zmq.SNDMORE)
@@ -54,10 +54,7 @@ class Sender:
         self.encoder = EventEncoder(config.encoding, config.array_version)
         self.first_seq = numbers.start if numbers is not None else number_from_clock()
         self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.first_seq)
-        self.counters = dict.fromkeys(
-            ("sent", "joined", "events", "filtered", "unencodable", "overflowed", "heartbeats", "snapshots"),
-            0,
-        )
+        self.counters = dict.fromkeys(_COUNTERS, 0)
         self._encode = BatchEncoder(config, self.encoder).encode
         self._unencodable = LogLimit()
         self._gap = 0  # batches that were not sent since the last message
@@ -71,7 +68,7 @@ class Sender:
         self._batch_rank = rank
         self._ts = 0.0
         self._interval = config.heartbeat_interval
-        self._mark_due = True  # the first message has one: it tells that another process speaks
+        self._mark_due = True  # the first message has one: it shows that another process sends
         self._spoke_at, self._marked_at = time.monotonic(), -math.inf
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
@@ -175,14 +172,14 @@ class Sender:
         after the last such batch.
         """
         self.flush()
+        self.ring.restart(self.next_seq + 1)  # before the state changes, which could fail
+        self.counters["overflowed"] += 1
+        self._gap += 1
         encoded = self._encode_batch(batch)
         if encoded is not None:
             rank, _, events = encoded
             for event in events:
                 self._apply(rank, event, [])
-        self.ring.restart(self.next_seq + 1)
-        self.counters["overflowed"] += 1
-        self._gap += 1
 
     def end_gap(self) -> None:
         """Show consumers the gap in the numbers."""
@@ -197,9 +194,9 @@ class Sender:
             self._say(self.take_mark())
 
     def forget_all(self, lost: int) -> None:
-        """Begin again with empty states after a number of batches were lost, and tell consumers to do so.
+        """Begin again with empty states after some batches were lost, and tell consumers to do the same.
 
-        What the batches would have changed is not known. A state without a block that is cached costs a hit;
+        The effect of the lost batches is not known. A state without a block that is cached costs a hit;
         a state with a block that is not cached would be wrong.
         """
         self.end_gap()
@@ -216,9 +213,9 @@ class Sender:
         self._say(cleared, self.take_mark())
 
     def beat(self, now: float) -> float:
-        """Do the work that time makes due: a heartbeat, a mark, an old snapshot.
+        """Send a heartbeat, plan a mark and retire an old snapshot if they are due.
 
-        Return the seconds until the next.
+        Return the seconds until something is due again.
         """
         wait = math.inf
         if self._snapshot is not None:
