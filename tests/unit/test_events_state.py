@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -288,6 +289,20 @@ def test_an_event_that_cannot_be_decoded_is_sent_whole() -> None:
     state.begin_snapshot()
     *_, whole, removal = [event for event in state.snapshot_events() if event is not None]
     assert (whole, removal) == (data, EventEncoder().event(removed([2])))
+
+
+def test_a_snapshot_that_fails_does_not_keep_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, _, _ = run([stored([1]), stored([2]), stored([3])])
+    snapshot = Snapshot({0: state}, state._encoder, 3, Mark(9, state.blocks, state.digest))
+    state.remove(removed([1]), b"", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(PublishedState, "_dead_blocks", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            snapshot.advance(60.0)
+    state.remove(removed([2]), b"", [])
+    state.check()
+    assert consume(snapshot_of(state)).held == {(GPU, 3)}
+    assert records_in(state) == 1
 
 
 def test_deaths_are_recorded_only_while_a_snapshot_is_made() -> None:

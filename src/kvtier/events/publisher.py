@@ -107,7 +107,7 @@ class ZmqEventPublisher(EventPublisher):
         `config` gives all values that are not given here; `KVEventsConfig` explains the names.
         """
         super().__init__(data_parallel_rank)
-        said: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "endpoint": endpoint,
             "replay_endpoint": replay_endpoint,
             "buffer_steps": buffer_steps,
@@ -115,7 +115,7 @@ class ZmqEventPublisher(EventPublisher):
             "max_queue_size": max_queue_size,
             "topic": topic,
         }
-        given = {name: value for name, value in said.items() if value is not None}
+        given = {name: value for name, value in arguments.items() if value is not None}
         config = replace(config or KVEventsConfig(), enable_kv_cache_events=True, publisher="zmq", **given)
         self._loop = loop = PublisherLoop(config, data_parallel_rank)
         self._config = replace(config, endpoint=loop.endpoint, replay_endpoint=loop.replay_endpoint)

@@ -56,7 +56,7 @@ class Loss:
 
 
 class Outbox:
-    """Batches for the sending thread, in order; bounded, and never makes a caller wait.
+    """Queues batches for the sending thread, in order; it is bounded, and never makes a caller wait.
 
     `ZmqEventPublisher.publish` appends to the queue while that is shorter than `room`, and writes to an
     eventfd if the sending thread sleeps. It touches little memory, because that memory is cold when an

@@ -72,7 +72,7 @@ class _Session:
 
 
 class ReplayServer:
-    """Sessions of clients, served round robin."""
+    """Serves the sessions of clients in turn."""
 
     def __init__(
         self,

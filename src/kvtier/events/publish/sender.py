@@ -361,7 +361,7 @@ def _checked_rank(rank: Any) -> int:
 
 
 class Ring:
-    """The last messages, with numbers `[head, next)`, kept within a count of batches and of bytes.
+    """Keeps the last messages, with numbers `[head, next)`, within a count of batches and of bytes.
 
     Batches that travelled together count one by one, so that the ring reaches back equally far in both
     cases. A message is kept in its parts, because the state shares most of them.
@@ -433,7 +433,7 @@ def number_from_clock() -> int:
 
 
 class SequenceFile:
-    """Numbers from `start` on, to be used once `reserve` has covered them.
+    """Keeps in a file which numbers were used: `start` is the first free one, `reserve` takes more.
 
     The file holds one number: no message was ever sent under it or a higher one. It is moved ahead in
     portions before numbers are used, so a process that dies leaves a gap, never a number used twice; a clean

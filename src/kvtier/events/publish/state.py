@@ -77,7 +77,7 @@ _NO_RECORDS: dict[int, Record] = {}
 
 
 class PlacedBlocks:
-    """The blocks that consumers hold in one place: each with its record, and its count if that is above 1.
+    """Maps the blocks that consumers hold in one place to their records, and to their counts above 1.
 
     The hash modulo `SHARDS` selects a block's table. A dict stops all threads while it grows, one of 700,000
     blocks for 45 ms, each of these for less than one.
@@ -128,7 +128,7 @@ class PlacedBlocks:
 
 
 class PublishedState:
-    """The set of published blocks, as a filter for events to publish.
+    """Keeps the set of published blocks, and filters events so that the stream behaves like a set.
 
     `store` and `remove` take an event with its bytes and append its new parts to `out`. They raise before
     they change anything.
@@ -304,10 +304,23 @@ class PublishedState:
         """
         number = self._read_at
         assert number is not None
-        yield self._encoder.event(AllBlocksCleared())
+        try:
+            yield self._encoder.event(AllBlocksCleared())
+            yield from self._walk(number)
+        finally:
+            self._read_at = None
+        while self._dying:
+            record = self._dying.popleft()
+            record.deaths = None
+            if not record.held:
+                self._end(record)
+            yield None
+
+    def _walk(self, number: int) -> Iterator[bytes | None]:
+        """Yield the events of all records in the order of birth, and the removals of ancestors."""
         passing: dict[Place, dict[ExternalBlockHash, None]] = {}  # blocks that were stored though not held
         for key in list(self._log):
-            for record in list(self._log.get(key, {}).values()):
+            for record in list(self._log.get(key, _NO_RECORDS).values()):
                 if record.birth > number:
                     break
                 if record.held == len(record.hashes) and not passing:
@@ -318,13 +331,6 @@ class PublishedState:
             gone = list(blocks)
             for start in range(0, len(gone), _REMOVED_AT_ONCE):
                 yield self._removal(place, gone[start : start + _REMOVED_AT_ONCE])
-        self._read_at = None
-        while self._dying:
-            record = self._dying.popleft()
-            record.deaths = None
-            if not record.held:
-                self._end(record)
-            yield None
 
     def _events_of(
         self, record: Record, number: int, passing: dict[Place, dict[ExternalBlockHash, None]]
@@ -456,9 +462,9 @@ class RankBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Snapshot:
-    """The events that turn any state into the states as of number `as_of`, in batches of one rank.
+    """Makes the events that turn any state into the states as of number `as_of`, in batches of one rank.
 
-    Taking a snapshot copies nothing: `advance` makes the events step by step, once for all readers. The
+    Beginning a snapshot copies nothing: `advance` makes the events step by step, once for all readers. The
     first event of every rank is `AllBlocksCleared`; the last event of all carries the mark.
     """
 
