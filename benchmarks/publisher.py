@@ -15,13 +15,14 @@ replay request without batches to return. A replay that loses its end marker, as
 slow, counts as failed.
 
 *Snapshot*: while kvtier sends the state of a million blocks to a client, a thread of this process sleeps
-for a moment and notes how late it gets the interpreter back, as an engine would; and the publisher's thread
-notes its CPU time between two rests. The former includes the machine's own noise, which `quiet` shows: the
-same thread before the snapshot. *Filling*: the most CPU time of the publisher's thread for one batch while
-those blocks come in; it bounds how long a growing table stops all threads. If the machine is a busy virtual
-machine, its stops count as CPU time too: `held_ms` leaves out the stretches in which the kernel took the
-CPU away from the thread, `held_any_ms` covers all of them. Figures are medians over the runs. Needs vLLM
-0.32 for the comparison (`make bench` builds an environment with it); without it, kvtier is measured alone.
+for a moment and measures how late it gets the interpreter back, as an engine would; and the publisher's
+thread measures its CPU time between two rests. The former includes the machine's own noise, which `quiet`
+shows: the same thread before the snapshot. *Filling*: the most CPU time of the publisher's thread for one
+batch while those blocks come in; it bounds how long a growing table stops all threads. If the machine is a
+busy virtual machine, its stops count as CPU time too: `held_ms` leaves out the stretches in which the
+kernel took the CPU away from the thread, `held_any_ms` covers all of them. Figures are medians over the
+runs. Needs vLLM 0.32 for the comparison (`make bench` builds an environment with it); without it, kvtier is
+measured alone.
 """
 
 from __future__ import annotations
@@ -311,13 +312,13 @@ def measure_snapshot() -> dict[str, float]:
         gc.collect()
         gc.freeze()
         filling = Stretches()
-        filling.note_batches(made.publisher._loop.sender)
+        filling.record_batches(made.publisher._loop.sender)
         for start in range(0, len(batches), 20_000):
             made.publish(batches[start : start + 20_000])
         gc.collect()
         gc.freeze()
         held = Stretches()
-        held.note_turns(made.publisher._loop)
+        held.record_turns(made.publisher._loop)
         quiet = lateness(lambda: time.sleep(2.0))
         held.clear()
         begin = time.perf_counter()
@@ -350,22 +351,22 @@ class Stretches:
         self.all.clear()
         self.undisturbed.clear()
 
-    def note_batches(self, sender: Any) -> None:
+    def record_batches(self, sender: Any) -> None:
         """Record each sent batch as a stretch."""
         send = sender.send
 
-        def noted(batch: Any, more: bool) -> None:
+        def recorded(batch: Any, more: bool) -> None:
             self._start()
             send(batch, more=more)
             self._stop()
 
-        sender.send = noted
+        sender.send = recorded
 
-    def note_turns(self, loop: Any) -> None:
+    def record_turns(self, loop: Any) -> None:
         """Record the work between two rests as a stretch."""
         turn = loop._turn
 
-        def noted() -> None:
+        def recorded() -> None:
             self._start()
             turn()
 
@@ -374,7 +375,7 @@ class Stretches:
             time.sleep(seconds)
             self._start()
 
-        loop._turn, loop.rest = noted, rest
+        loop._turn, loop.rest = recorded, rest
 
     def _start(self) -> None:
         self._switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw

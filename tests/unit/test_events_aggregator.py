@@ -33,7 +33,7 @@ def aggregate(*batches: list[KVCacheEvent]) -> KVEventAggregator:
     return aggregator
 
 
-def test_only_what_all_workers_say_is_common() -> None:
+def test_only_events_of_all_workers_are_common() -> None:
     aggregator = aggregate([A, B], [C, A], [A, B])
     assert aggregator.get_common_events() == [A]
     assert aggregator.get_all_events() == [A, A, A, B, B, C]
@@ -52,7 +52,7 @@ def test_a_block_that_comes_back_is_not_lost() -> None:
     assert aggregate([A, GONE, A], [A, GONE, A]).get_common_events() == [A, GONE, A]
 
 
-def test_what_one_worker_says_twice_the_other_must_say_twice() -> None:
+def test_repeated_events_must_repeat_in_every_batch() -> None:
     assert aggregate([A, A], [A]).get_common_events() == [A]
     assert aggregate([A, A], []).get_common_events() == []
 

@@ -27,7 +27,7 @@ from kvtier.events import (
     decode_batch,
     frame_batch,
 )
-from kvtier.events.frames import END_SEQ
+from kvtier.events.wire import END_SEQ
 
 LIMITS = Limits(
     reply_timeout=2.0, probe_interval=5.0, catch_up_delay=0.25, tries=3, backoff=0.25, backoff_max=4.0

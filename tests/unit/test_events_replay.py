@@ -30,7 +30,7 @@ from tests.unit.event_kit import (
 from kvtier.errors import IntegrityError
 from kvtier.events import AllBlocksCleared, ZmqEventPublisher, decode_batch
 from kvtier.events.publish import replay as replay_module
-from kvtier.events.publish.ring import Ring
+from kvtier.events.publish.sender import Ring
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 
@@ -184,7 +184,7 @@ def test_before_the_ring_comes_the_state(client: Client, start: int) -> None:
 
 
 def test_a_large_state_is_spread_and_padded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.events.publish.snapshot._BATCH_BYTES", 500)
+    monkeypatch.setattr("kvtier.events.publish.state._BATCH_BYTES", 500)
     with publisher(buffer_steps=1, **PLAIN) as made:
         publish(made, 50)
         got = replay(made, 0, client)
@@ -222,7 +222,7 @@ def test_a_snapshot(client: Client) -> None:
         assert consumer.mark.blocks == 19
 
 
-def test_snapshots_are_shared_by_those_who_come_together(client: Client) -> None:
+def test_simultaneous_clients_share_a_snapshot(client: Client) -> None:
     with publisher(buffer_steps=10, **PLAIN) as made:
         publish(made, 100)
         for _ in range(3):
@@ -258,20 +258,17 @@ def test_the_status_takes_no_number(client: Client) -> None:
 # -- other clients ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer_steps", [100, 5])
-def test_a_req_client_gets_everything_at_once(client: Client, buffer_steps: int) -> None:
-    with publisher(topic="kv", buffer_steps=buffer_steps, **PLAIN) as made:
-        publish(made, 30)
+@pytest.mark.parametrize("what", [bytes(8), b"snapshot", b"kvtier:status"])
+def test_a_req_client_is_refused(client: Client, what: bytes) -> None:
+    """It reads one message of an answer, and would take the next one for the answer to another request."""
+    with publisher(topic="kv", **PLAIN) as made:
+        publish(made, 3)
         req = client.open(zmq.REQ, made.replay_endpoint)
-        for what, blocks in ((bytes(8), 30), (b"snapshot", 30)):
+        for _ in range(2):
             req.send(what)
-            topic, seq, payload = receive(req)
-            assert (topic, int.from_bytes(seq, "big")) == (b"kv", 29 + (what == b"snapshot"))
-            consumer = Consumer()
-            consumer.apply(payload)
-            assert len(consumer.held) == blocks
-        req.send((30).to_bytes(8, "big"))
-        assert receive(req) == [b"", END, b""]
+            text, seq, payload = receive(req)
+            assert (seq, payload) == (END, b"")
+            assert text == b"error: a REQ socket can read one message only: ask with a DEALER socket"
 
 
 def test_replies_without_a_topic(client: Client) -> None:
@@ -289,7 +286,7 @@ def test_replies_without_a_topic(client: Client) -> None:
 @pytest.mark.parametrize(
     "frames", [[b"x"], [b"", b"123456789"], [b"", b"", b""], [b"x", b"1"], [b""], [b""] * 50]
 )
-def test_a_malformed_request_is_told_so(client: Client, frames: list[bytes]) -> None:
+def test_a_malformed_request_gets_an_error(client: Client, frames: list[bytes]) -> None:
     with publisher(**PLAIN) as made:
         dealer = client.open(zmq.DEALER, made.replay_endpoint)
         dealer.send_multipart(frames)

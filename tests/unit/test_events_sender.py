@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.publish.outbox import Overflow
 from kvtier.events.publish.sender import Sender
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvtier.events.wire import decode_batch, to_u64
@@ -53,8 +52,8 @@ def stored(blocks: list[Any], medium: str | None = "GPU", **fields: Any) -> Bloc
 
 
 def held_by(sender: Sender) -> set[int]:
-    holdings = [holding for state in sender._states.values() for holding in state.holdings()]
-    return {to_u64(block) for holding in holdings for block, _ in holding.blocks.items()}
+    places = [placed for state in sender._states.values() for placed in state.places()]
+    return {to_u64(block) for placed in places for block, _ in placed.items()}
 
 
 PLACES_UNSAID = {
@@ -92,41 +91,74 @@ HISTORIES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_an_overflow_ends_as_the_queue_would(history: str) -> None:
-    """It took events that the queue's way refuses, and told hashes apart that are one."""
-    batches = [EventBatch(1.0, [event], 0) for event in HISTORIES[history]]
+def test_batches_that_are_left_out_change_the_state_like_others(history: str) -> None:
     direct, _ = make_sender()
-    overflowing, _ = make_sender()
-    for sender in (direct, overflowing):
+    behind, wire = make_sender()
+    for sender in (direct, behind):
         sender.send(EventBatch(1.0, [stored([5])], 0))
-    for batch in batches:
-        direct.send(batch)
-    overflow = Overflow("count", overflowing.draft)
-    for batch in batches:
-        overflow.add(batch)
-    overflowing.absorb(overflow)
-    assert held_by(overflowing) == held_by(direct)
-    overflowing.check()
+    sent = len(wire.frames)
+    for event in HISTORIES[history]:
+        direct.send(EventBatch(1.0, [event], 0))
+        behind.leave_out(EventBatch(1.0, [event], 0))
+    assert len(wire.frames) == sent
+    behind.end_gap()
+    assert held_by(behind) == held_by(direct)
+    assert (behind.blocks, behind.digest) == (direct.blocks, direct.digest)
+    behind.check()
 
 
-def test_what_overflowed_is_cut_as_well() -> None:
-    sender, _ = make_sender(max_blocks_per_event=2)
-    overflow = Overflow("count", sender.draft)
-    overflow.add(EventBatch(1.0, [stored(list(range(1, 8)))], 0))
-    sender.absorb(overflow)
-    state = sender._states[0]
-    sizes = {len(record.hashes) for holding in state.holdings() for _, record in holding.blocks.items()}
-    assert max(sizes) <= 2
-    assert sender.blocks == 7
+def numbers(wire: Wire) -> list[int]:
+    return [int.from_bytes(frame, "big") for frame in wire.frames[1::3]]
+
+
+def test_a_gap_ends_with_a_mark_under_a_new_number() -> None:
+    sender, wire = make_sender()
+    sender.send(EventBatch(1.0, [stored([1])], 0))
+    for n in (2, 3, 4):
+        sender.leave_out(EventBatch(1.0, [stored([n])], 0))
+    sender.end_gap()
+    sender.end_gap()  # there is no other
+    first, last = numbers(wire)
+    assert (last - first, sender.ring.head) == (4, last)
+    mark = decode_batch(wire.frames[-1]).mark
+    assert (mark, sender.blocks) == (sender.mark(), 4)
+    sender.check()
+
+
+def test_a_gap_has_numbers_for_every_rank_and_for_a_large_state() -> None:
+    sender, wire = make_sender()
+    for rank in range(5):
+        sender.leave_out(EventBatch(1.0, [stored([1 + n for n in range(64)])], rank))
+    before = sender.next_seq
+    sender.end_gap()
+    assert numbers(wire) == [before]  # five batches were left out, and five numbers are enough
+    sender.leave_out(EventBatch(1.0, [stored([100 + n for n in range(640)])], 0))
+    sender.end_gap()
+    assert numbers(wire) == [before, before + 1 + 15]  # 960 blocks
 
 
 @pytest.mark.parametrize("events", [7, None, [object()]])
-def test_an_overflow_survives_a_batch_of_no_events(events: Any) -> None:
+def test_a_batch_of_no_events_can_be_left_out(events: Any) -> None:
     sender, _ = make_sender()
-    overflow = Overflow("count", sender.draft)
-    overflow.add(EventBatch(1.0, events, 0))
-    sender.absorb(overflow)
+    sender.leave_out(EventBatch(1.0, events, 0))
+    sender.end_gap()
     assert sender.blocks == 0
+
+
+def test_a_loss_clears_every_rank_under_numbers_of_its_own() -> None:
+    sender, wire = make_sender()
+    for rank in (0, 3):
+        sender.send(EventBatch(1.0, [stored([1, 2])], rank))
+    second = numbers(wire)[-1]
+    sender.forget_all(7)
+    batches = [decode_batch(payload) for payload in wire.frames[2::3]][2:]
+    assert [batch.data_parallel_rank for batch in batches] == [3, 0]
+    assert all(batch.events == [AllBlocksCleared()] for batch in batches)
+    assert (batches[-1].mark, sender.blocks, sender.digest) == (sender.mark(), 0, 0)
+    assert numbers(wire)[2:] == [second + 8, second + 9]
+    sender.send(EventBatch(1.0, [BlockRemoved([1], "GPU"), stored([2])], 0))
+    assert held_by(sender) == {2}
+    sender.check()
 
 
 WRONG_TYPES: dict[str, Any] = {
@@ -143,7 +175,7 @@ WRONG_TYPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", WRONG_TYPES)
 @pytest.mark.parametrize("hash_format", ["u64", "as_is"])
-def test_what_consumers_cannot_read_is_refused(what: str, hash_format: str) -> None:
+def test_events_with_wrong_types_are_refused(what: str, hash_format: str) -> None:
     sender, wire = make_sender(hash_format=hash_format)
     with contextlib.suppress(TypeError):  # of a store that is not even a list
         sender.send(EventBatch(1.0, [WRONG_TYPES[what]], 0))

@@ -13,7 +13,7 @@ from tests.unit.event_kit import Client, batch, consume, publisher, replay, stor
 
 from kvtier.errors import InputError, IntegrityError, OutsideError
 from kvtier.events import AllBlocksCleared, decode_batch
-from kvtier.events.publish.sequence import SequenceFile
+from kvtier.events.publish.sender import SequenceFile
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_restart_continues(client: Client, tmp_path: Path) -> None:
         assert (got[0][0], {block for _, block in consume(got).held}) == (following, {77})
 
 
-def test_after_a_crash_what_was_missed_is_the_new_state(client: Client, tmp_path: Path) -> None:
+def test_a_replay_after_a_crash_gives_the_new_state(client: Client, tmp_path: Path) -> None:
     code = f"""
         import os
         from kvtier.events import KVEventBatch, KVEventsConfig, ZmqEventPublisher

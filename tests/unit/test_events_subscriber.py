@@ -37,8 +37,8 @@ from kvtier.events import (
 )
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import CurveClient, CurveServer, make_keys
-from kvtier.events.frames import END_SEQ, NumberedPayload, read_live, read_reply
 from kvtier.events.publisher import ZmqEventPublisher
+from kvtier.events.wire import END_SEQ, NumberedPayload, read_live, read_reply
 
 PATIENCE = 60.0
 QUICK = Limits(reply_timeout=0.5, probe_interval=0.3, catch_up_delay=0.05, backoff=0.02, backoff_max=0.1)

@@ -116,7 +116,7 @@ def test_removals_come_together_by_group() -> None:
 
 
 @pytest.mark.parametrize("tracker", [OffloadingEventsTracker(), OffloadingEventsTracker(Prompt.describe)])
-def test_what_is_not_described_is_a_placeholder(tracker: OffloadingEventsTracker) -> None:
+def test_a_chunk_without_description_is_a_placeholder(tracker: OffloadingEventsTracker) -> None:
     """Without a description, or of a window: the hash, no tokens, no block size."""
     prompt, windowed = Prompt(), Group(index=3, window=8)
     tracker.record_store(prompt, windowed, 0, prompt.key(0, 3))
@@ -151,7 +151,7 @@ def test_a_store_that_came_to_nothing_leaves_nothing() -> None:
     ]
 
 
-def test_a_chunk_stored_again_before_its_removal_is_told() -> None:
+def test_a_chunk_stored_again_before_its_removal_is_announced() -> None:
     """Guards against a removal that takes the new description along."""
     prompt = Prompt()
     tracker = make(prompt, 0)
@@ -192,7 +192,7 @@ def test_a_chunk_that_moves_within_one_call_stays_described() -> None:
     tracker.check()
 
 
-def test_what_another_medium_told_without_a_description_is_removed_without() -> None:
+def test_a_placeholder_of_another_medium_is_removed_as_a_placeholder() -> None:
     """A disk that was warm at the start announced the key's hash alone."""
     prompt = Prompt()
     tracker, key = OffloadingEventsTracker(Prompt.describe), prompt.key(0)
@@ -204,7 +204,7 @@ def test_what_another_medium_told_without_a_description_is_removed_without() -> 
     ]
 
 
-def test_what_another_medium_told_without_a_description_is_told_again() -> None:
+def test_a_placeholder_of_another_medium_is_announced_again_in_full() -> None:
     """As a disk does of rows that a process without events has written: described by the next store of the
     chunk, they are still there.
     """
@@ -222,7 +222,7 @@ def test_what_another_medium_told_without_a_description_is_told_again() -> None:
     assert len(tracker) == 0
 
 
-def test_what_other_media_hold_outlives_a_new_store() -> None:
+def test_descriptions_of_other_media_outlive_a_new_store() -> None:
     """Guards against a disk's removal that names fewer blocks than its announcement."""
     prompt = Prompt()
     tracker, key = make(prompt, 0), prompt.key(0)
@@ -267,7 +267,7 @@ def test_blocks_that_chunks_share_are_stored_with_the_first_and_removed_with_the
     assert len(tracker) == 0
 
 
-def test_what_is_held_can_be_told_again_parents_first() -> None:
+def test_held_chunks_can_be_announced_again_parents_first() -> None:
     prompt, other = Prompt(), Prompt(extra={0: ("salt",)})
     tracker = make(prompt, 0, 1, 2, 3)
     other.block_hashes = hash_blocks(other.tokens, 2, parent=prompt.block_hashes[7])
@@ -363,7 +363,7 @@ def ready_blocks(
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
-def test_the_stream_says_what_the_pool_holds(per_chunk: int, windows: tuple[int | None, ...]) -> None:
+def test_the_stream_equals_the_content_of_the_pool(per_chunk: int, windows: tuple[int | None, ...]) -> None:
     """Stores that succeed, fail and half fail, shared prefixes that end inside a chunk, evictions and
     resets.
     """
@@ -431,7 +431,7 @@ def as_lists(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("extra", [{}, {0: ("salt", b"image", 7), 3: ((1, 2), None)}])
-def test_what_a_tier_has_kept_announces_a_chunk_in_full(extra: dict[int, tuple[Any, ...]]) -> None:
+def test_a_kept_description_announces_a_chunk_in_full(extra: dict[int, tuple[Any, ...]]) -> None:
     prompt = Prompt(extra=extra, lora="adapter")
     first = make(prompt, 0, 1)
     keys = [prompt.key(0), prompt.key(1)]
@@ -467,7 +467,7 @@ def test_extra_keys_that_cannot_be_written_are_not_kept() -> None:
     assert make(prompt).describe_chunks([prompt.key(0)])(0) == b""
 
 
-def test_chunks_cleared_by_a_reset_are_removed_later_and_not_told_again() -> None:
+def test_chunks_cleared_by_a_reset_are_removed_later_and_announced_once() -> None:
     """Their removals come in slices. Meanwhile one of them is stored and described anew."""
     prompt = Prompt()
     tracker = make(prompt, 0, 1)

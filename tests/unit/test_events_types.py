@@ -137,7 +137,7 @@ def test_decoded_events_hash_like_the_originals() -> None:
     assert hash(decoded) == hash(event)
 
 
-def test_whatever_extra_keys_hold_can_be_hashed() -> None:
+def test_events_with_any_extra_keys_can_be_hashed() -> None:
     event = stored(extra_keys=[({"a": [1, {"b": 2}]},)])
     assert hash(event) == hash(stored(extra_keys=[({"a": [1, {"b": 2}]},)]))
     assert hash(event) != hash(stored(extra_keys=[({"a": [1, {"b": 3}]},)]))

@@ -146,7 +146,7 @@ def test_a_version_without_events_is_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_what_cannot_be_encoded_raises(encoding: str) -> None:
+def test_encoding_a_wrong_type_raises(encoding: str) -> None:
     for bad in (object(), 1 << 64):
         with pytest.raises((TypeError, ValueError, OverflowError)):
             EventEncoder(encoding).event(BlockRemoved([bad], "GPU"))  # type: ignore[list-item]
@@ -194,7 +194,7 @@ def without_tokens(event: Any) -> Any:
     st.lists(stored_events | removed_events | st.just(AllBlocksCleared()), max_size=5),
     st.none() | marks,
 )
-def test_what_was_encoded_is_decoded(encoding: Encoding, events: list[Any], mark: Mark | None) -> None:
+def test_encoded_events_are_decoded(encoding: Encoding, events: list[Any], mark: Mark | None) -> None:
     payload = frame(events, encoding=encoding, mark=mark)
     assert decode_batch(payload) == DecodedBatch(1.5, events, 0, mark)
     assert decode_batch(payload, tokens=False) == DecodedBatch(1.5, [*map(without_tokens, events)], 0, mark)
@@ -365,7 +365,7 @@ def test_hashes_come_in_every_form() -> None:
         b"\x94" + TS + b"\x90\xc0" + b"\x81" * 1_000_000,
     ],
 )
-def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+def test_payloads_that_are_no_batch_are_refused(payload: bytes) -> None:
     with pytest.raises(ValueError, match="not an event batch"):
         decode_batch(payload)
 
@@ -491,13 +491,13 @@ def test_the_same_hash_in_another_place_is_another_block() -> None:
     assert len({place_of(stored([HASH], **place)) for place in PLACES}) == len(PLACES)
 
 
-def test_what_an_event_leaves_out_has_its_default() -> None:
+def test_absent_fields_have_their_default() -> None:
     spelt_out = stored([HASH], medium="GPU", group_idx=0, ownership="", locality="")
     assert change_of([spelt_out]) == change_of([stored([HASH], medium=None)])
     assert place_of(BlockRemoved([1], None)) == ("GPU", 0, "", "")
     assert place_weight(place_of(spelt_out)) % 2 == 1, "an even weight would lose bits"
 
 
-def test_the_digest_is_what_it_is() -> None:
+def test_the_digest_of_known_events() -> None:
     """Publishers and subscribers of different versions compare it: it never changes."""
     assert change_of([stored([1, 2]), stored([3], medium="CPU")]).digest == 0xABEBA372B3F29ECA

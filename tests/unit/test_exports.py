@@ -74,7 +74,7 @@ PROMISED = {
 
 CONTRACTS = {
     "kvtier.connector": ["kvtier.connector.metadata"],
-    "kvtier.events": ["kvtier.events.aggregator", "kvtier.events.types", "kvtier.events.wire"],
+    "kvtier.events": ["kvtier.events.types", "kvtier.events.wire"],
     "kvtier.offload": ["kvtier.offload.base"],
     "kvtier.policies": ["kvtier.policies.base"],
     "kvtier.transfer": ["kvtier.transfer.base"],

@@ -161,6 +161,27 @@ def test_importing_kvtier_loads_no_engine() -> None:
     """)
 
 
+def test_the_connector_loads_no_sockets() -> None:
+    """A scheduler makes events; whoever publishes or follows them loads ZeroMQ."""
+    run_python("""
+        import sys
+        import kvtier.connector
+        assert "zmq" not in sys.modules
+        loaded = {name for name in sys.modules if name.startswith("kvtier.events")}
+        expected = {"kvtier.events", "kvtier.events.tracker", "kvtier.events.types"}
+        assert loaded == expected, f"import kvtier.connector loaded {sorted(loaded - expected)}"
+    """)
+
+
+def test_lazy_names_of_the_event_package_are_found() -> None:
+    run_python("""
+        import kvtier.events
+        assert set(kvtier.events.__all__) <= set(dir(kvtier.events))
+        assert all(hasattr(kvtier.events, name) for name in kvtier.events.__all__)
+        assert not hasattr(kvtier.events, "no_such_name")
+    """)
+
+
 def test_all_but_the_engine_imports_without_torch() -> None:
     modules = sorted(module_name(file) for file in PACKAGE.rglob("*.py"))
     modules = [m for m in modules if not m.startswith(NEED_TORCH) and not m.endswith("__main__")]

@@ -1,21 +1,14 @@
-"""The KV event stream: tells other processes what is cached where. Needs no torch and no engine."""
+"""The KV event stream: tells other processes what is cached where. Needs no torch and no engine.
+
+Only the modules that a scheduler needs are imported with the package. All other names are imported when they
+are first used, so that an engine that publishes nothing does not load ZeroMQ.
+"""
 
 from __future__ import annotations
 
-from kvtier.events.aggregator import KVConnectorKVEvents, KVEventAggregator
-from kvtier.events.config import KVEventsConfig
-from kvtier.events.curve import CurveClient, CurveServer, make_keys
-from kvtier.events.follow.follower import Follower
-from kvtier.events.follow.link import SocketOptions, Source
-from kvtier.events.follow.requests import RequestKind, StreamRequest
-from kvtier.events.publisher import (
-    EventPublisher,
-    EventPublisherFactory,
-    NullEventPublisher,
-    PublisherStats,
-    ZmqEventPublisher,
-)
-from kvtier.events.subscriber import Subscriber
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvtier.events.tracker import Describe, Description, OffloadingEventsTracker
 from kvtier.events.types import (
     MEDIUM_CPU,
@@ -27,37 +20,98 @@ from kvtier.events.types import (
     EventBatch,
     ExternalBlockHash,
     KVCacheEvent,
+    KVConnectorKVEvents,
+    KVEventAggregator,
     KVEventBatch,
     Mark,
     blocks_of,
 )
-from kvtier.events.updates import (
-    Counters,
-    Kind,
-    Limits,
-    Received,
-    Reset,
-    SourceStatus,
-    State,
-    StateChanged,
-    Update,
-)
-from kvtier.events.wire import (
-    Batch,
-    Change,
-    DecodedBatch,
-    Encoding,
-    EventEncoder,
-    Place,
-    array_fields,
-    change_of,
-    decode_batch,
-    frame_batch,
-    hash_sum,
-    place_of,
-    place_weight,
-    to_u64,
-)
+
+if TYPE_CHECKING:
+    from kvtier.events.config import KVEventsConfig
+    from kvtier.events.curve import CurveClient, CurveServer, make_keys
+    from kvtier.events.follow.follower import Follower
+    from kvtier.events.follow.link import SocketOptions, Source
+    from kvtier.events.follow.requests import RequestKind, StreamRequest
+    from kvtier.events.publisher import (
+        EventPublisher,
+        EventPublisherFactory,
+        NullEventPublisher,
+        PublisherStats,
+        ZmqEventPublisher,
+    )
+    from kvtier.events.subscriber import Subscriber
+    from kvtier.events.updates import (
+        Counters,
+        Kind,
+        Limits,
+        Received,
+        Reset,
+        SourceStatus,
+        State,
+        StateChanged,
+        Update,
+    )
+    from kvtier.events.wire import (
+        Batch,
+        Change,
+        DecodedBatch,
+        EventEncoder,
+        Place,
+        array_fields,
+        change_of,
+        decode_batch,
+        frame_batch,
+        hash_sum,
+        place_of,
+        place_weight,
+        to_u64,
+    )
+    from kvtier.events.wire_structs import Encoding
+
+_IMPORTED_LATER = {
+    "config": ("KVEventsConfig",),
+    "curve": ("CurveClient", "CurveServer", "make_keys"),
+    "follow.follower": ("Follower",),
+    "follow.link": ("SocketOptions", "Source"),
+    "follow.requests": ("RequestKind", "StreamRequest"),
+    "publisher": (
+        "EventPublisher",
+        "EventPublisherFactory",
+        "NullEventPublisher",
+        "PublisherStats",
+        "ZmqEventPublisher",
+    ),
+    "subscriber": ("Subscriber",),
+    "updates": (
+        "Counters",
+        "Kind",
+        "Limits",
+        "Received",
+        "Reset",
+        "SourceStatus",
+        "State",
+        "StateChanged",
+        "Update",
+    ),
+    "wire": (
+        "Batch",
+        "Change",
+        "DecodedBatch",
+        "EventEncoder",
+        "Place",
+        "array_fields",
+        "change_of",
+        "decode_batch",
+        "frame_batch",
+        "hash_sum",
+        "place_of",
+        "place_weight",
+        "to_u64",
+    ),
+    "wire_structs": ("Encoding",),
+}
+_MODULE_OF = {name: module for module, names in _IMPORTED_LATER.items() for name in names}
 
 __all__ = [
     "MEDIUM_CPU",
@@ -116,3 +170,16 @@ __all__ = [
     "place_weight",
     "to_u64",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = found  # so that the next access does not come here
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _MODULE_OF.keys())

@@ -1,23 +1,26 @@
-"""`KVEventsConfig`: how events are published.
+"""`KVEventsConfig`: how events are published, and the addresses of data-parallel ranks.
 
 Has the fields and defaults of vLLM's config, and fields of our own.
 
 Everything is checked once, when the object is made; a bad value is a `ConfigError` that names its field. The
 object is immutable; any thread may use it.
+
+Rank r moves its base address by r: the port of tcp, a suffix `_dp{r}` of ipc and inproc.
 """
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
-from kvtier.errors import ConfigError, show_value
+from kvtier.errors import ConfigError, InputError, show_value
 from kvtier.events.curve import CurveServer
-from kvtier.events.wire import Encoding, array_fields
-
-__all__ = ["COUNTINGS", "HASH_FORMATS", "VLLM_FIELDS", "KVEventsConfig"]
+from kvtier.events.wire import array_fields
+from kvtier.events.wire_structs import Encoding
 
 HASH_FORMATS = ("as_is", "u64")
 COUNTINGS = ("count", "set")
@@ -29,6 +32,8 @@ It gets the whole config if any other field was set.
 _MOST = (1 << 31) - 1
 """The highest allowed count: ZeroMQ takes ints of 32 bits, and no machine has memory for more batches."""
 _DAY = 24 * 3600
+_TCP = re.compile(r"(tcp://.*):(\d+)")
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,10 @@ class KVEventsConfig:
     - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
     - `hwm`: how many messages wait for a slow subscriber before it misses some; about `buffer_bytes` at
       most (0: without any bound).
-    - `max_queue_size`: how many batches wait for the publisher's thread. Further batches overflow: only
-      their effect on the state is kept. If more than 64 wait, up to 32 travel as one, with all their
-      events, the last one's time and one number.
+    - `max_queue_size`: how many batches may wait for the publisher's thread. If more wait, they are not
+      sent: only their effect on the state is kept. Twice as many, and at least 10,000, find room; if the
+      queue is full, batches are lost, and consumers are told to forget all blocks. If more than 64 wait, up
+      to 32 travel as one, with all their events, the last one's time and one number.
     - `encoding`, `array_version`: events as `map` (vLLM 0.24 and later) or as `array`, with the fields of
       that version.
     - `hash_format`: `u64` (the low 64 bits, as Dynamo wants them; vLLM's ints unchanged) or `as_is` (bytes
@@ -156,3 +162,92 @@ def _check(name: str, value: object, good: object, expected: str) -> None:
 
 def _check_one_of(name: str, value: object, choices: Sequence[str]) -> None:
     _check(name, value, value in choices, "one of " + ", ".join(choices))
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+def offset_endpoint(endpoint: str | None, rank: int) -> str | None:
+    """Return the address of a data-parallel rank; port 0 stays 0, because the system picks one."""
+    if not endpoint:
+        return endpoint
+    if "tcp" in endpoint:
+        base, port = _split_tcp(endpoint)
+        if port == 0 or rank == 0:
+            return endpoint
+        if port + rank > _LAST_PORT:
+            raise InputError(
+                f"{endpoint}: rank {rank} would have port {port + rank}; expected at most {_LAST_PORT}"
+            )
+        return f"{base}:{port + rank}"
+    if "inproc" in endpoint or "ipc" in endpoint:
+        return f"{endpoint}_dp{rank}" if rank else endpoint
+    raise InputError(
+        f"{endpoint!r} is no address of a publisher: expected one that begins with tcp://, "
+        "ipc:// or inproc://"
+    )
+
+
+def expect_port(endpoint: str) -> None:
+    """Refuse a port that libzmq would silently reduce modulo 65,536."""
+    match = _TCP.fullmatch(endpoint)
+    if match is not None and (len(match[2]) > 9 or int(match[2]) > _LAST_PORT):
+        raise InputError(f"{endpoint!r}: expected a port from 0 to {_LAST_PORT}, got {match[2][:20]}")
+
+
+def _split_tcp(endpoint: str) -> tuple[str, int]:
+    match = _TCP.fullmatch(endpoint)
+    if match is None:
+        raise InputError(f"{endpoint!r} has no port: expected one at its end, like tcp://*:5557")
+    expect_port(endpoint)
+    return match[1], int(match[2])
+
+
+def check_ports(endpoint: str, replay_endpoint: str | None, rank: int) -> None:
+    """Raise if this rank's ports must collide with those of this rank or a lower one.
+
+    Takes the base addresses.
+    """
+    if replay_endpoint is None:
+        return
+    if endpoint == replay_endpoint and not endpoint.endswith(":0"):
+        raise InputError(f"endpoint and replay_endpoint are both {endpoint}: expected two addresses")
+    if not (endpoint.startswith("tcp") and replay_endpoint.startswith("tcp")):
+        return
+    port, replay_port = _split_tcp(endpoint)[1], _split_tcp(replay_endpoint)[1]
+    if port and replay_port and abs(replay_port - port) <= rank:
+        raise InputError(
+            f"ports {port} (endpoint) and {replay_port} (replay_endpoint) are {abs(replay_port - port)} "
+            f"apart, so rank {rank} "
+            f"meets a lower rank's: put them further apart than there are data-parallel ranks"
+        )
+
+
+def is_bound(endpoint: str) -> bool:
+    """Return whether a PUB socket binds this address; it connects to other addresses."""
+    return (
+        "*" in endpoint
+        or "::" in endpoint
+        or endpoint.startswith(("ipc://", "inproc://"))
+        or endpoint.endswith(":0")
+    )
+
+
+def client_endpoint(endpoint: str) -> str:
+    """Return the address with which clients reach a bound one; for a wildcard, this machine's own."""
+    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or host not in ("*", "0.0.0.0", "::", "[::]"):
+        return endpoint
+    return f"tcp://{_own_address()}{colon}{port}"
+
+
+def _own_address() -> str:
+    """Return the address that this machine uses towards others, or the loopback one. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Reserved for documentation: routed like any other address, but no machine has it.
+            probe.connect(("192.0.2.1", 9))
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+    return address

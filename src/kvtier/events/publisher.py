@@ -3,8 +3,9 @@
 `ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, under numbers that are never
 reused; several share a number only if more than 64 wait. A subscriber can replay everything it missed,
 batch by batch while the buffer has the batches, and as state after that. `publish()` never waits: if the
-thread is far behind, batches overflow: the state has their effect and their numbers are skipped, so every
-consumer sees a gap. `shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one
+thread is far behind, it does not send the batches that wait; the state has their effect and their numbers
+are skipped, so every consumer sees a gap. If the queue is full, batches are lost, and consumers are told to
+forget everything. `shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one
 thread owns the sockets and the states. In a forked child the publisher is closed. A publisher that is not
 shut down is closed when it is collected, or at exit.
 """
@@ -18,19 +19,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from kvtier.errors import InputError
-from kvtier.events.config import VLLM_FIELDS, KVEventsConfig
-from kvtier.events.publish.endpoints import client_endpoint, offset_endpoint
+from kvtier.events.config import VLLM_FIELDS, KVEventsConfig, client_endpoint, offset_endpoint
 from kvtier.events.publish.loop import PublisherLoop
 from kvtier.events.publish.replay import END_SEQ
 from kvtier.events.types import EventBatch
-
-__all__ = [
-    "EventPublisher",
-    "EventPublisherFactory",
-    "NullEventPublisher",
-    "PublisherStats",
-    "ZmqEventPublisher",
-]
 
 
 class EventPublisher(ABC):
@@ -73,14 +65,13 @@ class PublisherStats:
     queued: int
     buffered: int
     buffered_bytes: int
-    ghosts: int
+    ancestors: int
     sessions: int
     sent: int
     joined: int
     events: int
     filtered: int
     unencodable: int
-    left_out: int
     heartbeats: int
     overflowed: int
     snapshots: int
@@ -116,7 +107,7 @@ class ZmqEventPublisher(EventPublisher):
         `config` gives all values that are not given here; `KVEventsConfig` explains the names.
         """
         super().__init__(data_parallel_rank)
-        said: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "endpoint": endpoint,
             "replay_endpoint": replay_endpoint,
             "buffer_steps": buffer_steps,
@@ -124,7 +115,7 @@ class ZmqEventPublisher(EventPublisher):
             "max_queue_size": max_queue_size,
             "topic": topic,
         }
-        given = {name: value for name, value in said.items() if value is not None}
+        given = {name: value for name, value in arguments.items() if value is not None}
         config = replace(config or KVEventsConfig(), enable_kv_cache_events=True, publisher="zmq", **given)
         self._loop = loop = PublisherLoop(config, data_parallel_rank)
         self._config = replace(config, endpoint=loop.endpoint, replay_endpoint=loop.replay_endpoint)
@@ -146,7 +137,7 @@ class ZmqEventPublisher(EventPublisher):
         if len(queue) < outbox.room:
             queue.append(events)
         else:
-            outbox.queue_or_overflow(events)
+            outbox.queue_or_lose(events)
         if outbox.is_asleep:
             outbox.wake()
 
@@ -176,8 +167,7 @@ class ZmqEventPublisher(EventPublisher):
             queued=len(loop.outbox),
             buffered=len(sender.ring),
             buffered_bytes=sender.ring.bytes,
-            ghosts=sender.ghosts,
-            overflowed=loop.outbox.overflowed,
+            ancestors=sender.ancestors,
             errors=loop.errors,
             sessions=0 if replay is None else len(replay),
             denied=0 if loop.gate is None else loop.gate.denied,

@@ -1,7 +1,7 @@
 """`OffloadingEventsTracker`: adds the description of each chunk to the tiers' events.
 
 A tier knows a chunk by its key alone. A router of requests needs the chunk's blocks: their hashes, tokens,
-parent and extra keys. The tracker notes these when a store is planned, while the request can still be
+parent and extra keys. The tracker records these when a store is planned, while the request can still be
 asked, and keeps them, packed, as long as some medium holds the chunk. Then
 
 - a stored chunk is announced with its blocks; consecutive chunks of one change travel in one event;
@@ -29,8 +29,6 @@ from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, KVCacheEvent
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from kvtier.residency import OffloadingEvent
-
-__all__ = ["ChunkGroup", "Describe", "Description", "OffloadingEventsTracker"]
 
 _FULL_ATTENTION = "full_attention"
 _TOKEN_TYPE = "i"
@@ -128,12 +126,12 @@ class OffloadingEventsTracker:
         """Return how many chunks are described."""
         return len(self._planned) + len(self._held)
 
-    # -- noting ------------------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------------
 
     def record_store(
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
-        """Note the content of a request's `offload_block_idx`-th chunk in its group: a store is planned."""
+        """Record the content of the `offload_block_idx`-th chunk of a request, whose store is planned."""
         if self._describe is not None and group_config.window is None:
             self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
 
@@ -153,7 +151,7 @@ class OffloadingEventsTracker:
         self._cleared.clear()
 
     def clear(self) -> None:
-        """Note that no medium holds anything any more, although the removals are announced only later.
+        """Treat all chunks as gone from every medium, although the removals are announced only later.
 
         Call it when all earlier changes are translated. The chunks that are stored from now on are described
         anew, also if their former selves are not announced as removed yet.
@@ -187,7 +185,7 @@ class OffloadingEventsTracker:
     def retell(self) -> list[KVCacheEvent]:
         """Announce every held chunk again, parents first.
 
-        For listeners that were told to forget too much.
+        For listeners that were made to forget too much.
         """
         told: list[KVCacheEvent] = []
         for medium in sorted({medium for chunk in self._held.values() for medium in _media(chunk)}):
@@ -209,7 +207,7 @@ class OffloadingEventsTracker:
         return lambda at: _encode(chunks[at])
 
     def _recall(self, keys: Sequence[OffloadKey], descriptions: Sequence[bytes]) -> None:
-        """Note the descriptions that a tier has kept, unless one is invalid or belongs to another chunk."""
+        """Record the descriptions that a tier has kept; skip invalid ones and those of other chunks."""
         for key, description in zip(keys, descriptions, strict=True):
             if self.enabled and description and key not in self._held and key not in self._planned:
                 chunk = _decode(description)
@@ -321,16 +319,16 @@ def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) 
     per_chunk, size = group.hashes_per_chunk, group.block_size * group.blocks_per_chunk
     per_block = per_chunk // group.blocks_per_chunk  # the last of its hashes names a block
     first, hashes = index * per_chunk, req.block_hashes
-    told = describe(req, index * size, (index + 1) * size, group.block_size)
-    extra = told.extra_keys
+    description = describe(req, index * size, (index + 1) * size, group.block_size)
+    extra = description.extra_keys
     return _Chunk(
         hashes=tuple(hashes[first + per_block - 1 : first + per_chunk : per_block]),
         parent=hashes[first - 1] if first else None,
-        tokens=array(_TOKEN_TYPE, told.token_ids).tobytes(),
+        tokens=array(_TOKEN_TYPE, description.token_ids).tobytes(),
         block_size=group.block_size,
         group=group.index,
-        lora_id=told.lora_id,
-        lora_name=told.lora_name,
+        lora_id=description.lora_id,
+        lora_name=description.lora_name,
         extra_keys=tuple(extra) if extra is not None and any(extra) else None,
     )
 
@@ -359,7 +357,7 @@ def _decode(description: bytes) -> _Chunk | None:
 
 
 def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
-    """Say whether a description belongs to the chunk of a key."""
+    """Return whether a description belongs to the chunk of a key."""
     return chunk.hashes[-1] == get_offload_block_hash(key) and chunk.group == get_offload_group_idx(key)
 
 
@@ -402,11 +400,11 @@ def _tail(chunk: _Chunk, start: int) -> _Chunk:
 
 def _without_repeats(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
     """Leave out the first blocks of a chunk that earlier chunks have."""
-    told: set[tuple[int, bytes]] = set()
+    met: set[tuple[int, bytes]] = set()
     for chunk in chunks:
         blocks = [(chunk.group, block_hash) for block_hash in chunk.hashes]
-        yield _tail(chunk, next(at for at, block in enumerate(blocks) if block not in told))
-        told.update(blocks)
+        yield _tail(chunk, next(at for at, block in enumerate(blocks) if block not in met))
+        met.update(blocks)
 
 
 def _announce(chunks: Iterable[_Chunk], medium: str) -> Iterator[BlockStored]:

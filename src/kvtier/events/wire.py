@@ -1,4 +1,4 @@
-"""The bytes of the event stream: encoding, decoding, and the digest that both ends compare.
+"""The bytes of the event stream: encoding, decoding, frames, and the digest that both ends compare.
 
 A batch is the msgpack array `[ts, events, data_parallel_rank]`. An event travels as a map (vLLM 0.24 and
 later) or as an array with the fields of a chosen earlier version. Encoding gives vLLM's bytes exactly.
@@ -9,7 +9,12 @@ A mark travels in an event that is harmless to every consumer: a `BlockRemoved` 
 (Dynamo logs an empty one of the GPU), with one more field, `kvtier`. The digest of a set of blocks is a sum
 modulo 2^64: for each block, the hash's low 64 bits times an odd weight of its place (medium, group,
 ownership, locality). Hashes are uniform already, so a plain sum distinguishes sets as well as any mix,
-needs no memory of the set, and can undo a removal. Any thread may call any function here.
+needs no memory of the set, and can undo a removal.
+
+A live message has the frames `[topic, seq, payload]`; some publishers leave the topic out. A reply to a
+request is `["", topic, seq, payload]`, or the same without the topic (vLLM up to 0.25, SGLang up to 0.5.21);
+the last has sequence number -1, and a text if the request failed. Any other message is `None` here, never an
+exception. Any thread may call any function here.
 """
 
 from __future__ import annotations
@@ -45,23 +50,6 @@ from kvtier.events.wire_structs import (
     Event,
     encoding_of,
 )
-
-__all__ = [
-    "Batch",
-    "Change",
-    "DecodedBatch",
-    "Encoding",
-    "EventEncoder",
-    "Place",
-    "array_fields",
-    "change_of",
-    "decode_batch",
-    "frame_batch",
-    "hash_sum",
-    "place_of",
-    "place_weight",
-    "to_u64",
-]
 
 U64 = (1 << 64) - 1
 _MARK_BYTES, _SALT_BYTES = msgspec.msgpack.encode(MARK_KEY), msgspec.msgpack.encode(SALT_KEY)
@@ -338,3 +326,45 @@ def _decode_mark(raw: bytes) -> Mark | None:
     except (ValueError, RecursionError):
         return None
     return None if carrier.block_hashes else carrier.mark
+
+
+# -- frames ----------------------------------------------------------------------------------------
+
+END_SEQ = (1 << 64) - 1
+"""-1 as an unsigned number: ends a replay; sent live, it announces a restart."""
+SNAPSHOT = b"snapshot"
+STATUS = b"kvtier:status"
+
+
+class NumberedPayload(NamedTuple):
+    """A batch's number and bytes; in an end marker, `payload` is empty or the text of an error."""
+
+    seq: int
+    payload: bytes
+
+
+def read_live(frames: Sequence[bytes]) -> NumberedPayload | None:
+    """Return the batch in a live message."""
+    if len(frames) not in (2, 3) or len(frames[-2]) != 8:
+        return None
+    return NumberedPayload(int.from_bytes(frames[-2], "big"), frames[-1])
+
+
+def read_reply(frames: Sequence[bytes]) -> NumberedPayload | None:
+    """Return the batch, or the end marker, in a reply to a request."""
+    if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
+        return None
+    seq = int.from_bytes(frames[-2], "big")
+    if seq == END_SEQ and len(frames) == 4 and not frames[-1]:
+        return NumberedPayload(seq, frames[1] if frames[1].startswith(b"error") else b"")
+    return NumberedPayload(seq, frames[-1])
+
+
+def reply_topic(frames: Sequence[bytes], absent: bytes = b"") -> bytes:
+    """Return the topic of a reply; `absent` if the publisher sends none."""
+    return frames[1] if len(frames) == 4 else absent
+
+
+def replay_request(start: int) -> bytes:
+    """Return the request for all batches from `start` on."""
+    return start.to_bytes(8, "big")

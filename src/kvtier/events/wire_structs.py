@@ -3,7 +3,7 @@
 The public events require all fields of the newest vLLM. Older versions and other engines send fewer, and
 arrays besides maps; SGLang's arrays (up to 0.5.19) differ behind the medium. The structs here read all of
 that and become public events. Marks and SGLang's salts are not fields of an event, so separate structs read
-them. Nothing here keeps state: any thread may use it. Call `kvtier.events.wire`, not this module.
+them. Nothing here keeps state: any thread may use it. `kvtier.events.wire` decodes with this module.
 """
 
 from __future__ import annotations
@@ -14,21 +14,6 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, Mark
-
-__all__ = [
-    "CARRIERS",
-    "EACH",
-    "MARK_KEY",
-    "OUTER",
-    "SALTS",
-    "SALT_KEY",
-    "WHOLE",
-    "Encoding",
-    "Event",
-    "Outer",
-    "Reader",
-    "encoding_of",
-]
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 MARK_KEY = "kvtier"

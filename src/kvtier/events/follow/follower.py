@@ -20,10 +20,9 @@ from typing import Generic, TypeVar
 from kvtier.errors import IntegrityError
 from kvtier.events.follow.replica import MarkResult, Replica, payload_hash
 from kvtier.events.follow.requests import Backoff, PendingBatches, RequestKind, StreamRequest
-from kvtier.events.frames import END_SEQ
 from kvtier.events.types import Mark
 from kvtier.events.updates import Kind, Limits, State, Update
-from kvtier.events.wire import Batch
+from kvtier.events.wire import END_SEQ, Batch
 
 __all__ = ["Follower"]
 

@@ -15,12 +15,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvtier.errors import InputError, OutsideError
+from kvtier.events.config import expect_port
 from kvtier.events.curve import CurveClient
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.requests import StreamRequest
-from kvtier.events.frames import END_SEQ, read_live, read_reply, reply_topic
-from kvtier.events.publish.endpoints import expect_port
-from kvtier.events.wire import Batch
+from kvtier.events.wire import END_SEQ, Batch, read_live, read_reply, reply_topic
 
 __all__ = ["Link", "SocketOptions", "Source"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtier.errors import IntegrityError
-from kvtier.events.frames import SNAPSHOT, STATUS, replay_request
 from kvtier.events.updates import Limits
+from kvtier.events.wire import SNAPSHOT, STATUS, replay_request
 
 __all__ = ["Backoff", "PendingBatches", "RequestKind", "StreamRequest"]
 

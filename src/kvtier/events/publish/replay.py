@@ -4,8 +4,7 @@ A request is one frame: up to 8 bytes are the sequence number to start at, `snap
 `kvtier:status` for the mark. The answer is batches and an end marker, or an end marker that says what was
 wrong. A slow client loses nothing: its session waits while its queue is full, and ends when the client is
 gone or has not read for long. A start before the ring is answered from the state, spread over the sequence
-numbers in between. A REQ client can read only one message, so it gets everything merged into one, if all is
-of one rank and not large.
+numbers in between. A REQ client is refused, because it can read only one message.
 
 Bounded are: sessions, requests per session, their sizes, the messages that ZeroMQ queues for a client, and
 the bytes queued for all clients. One thread owns a server.
@@ -24,17 +23,13 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
-import msgspec
 import zmq
 
 from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.frames import SNAPSHOT, STATUS
 from kvtier.events.publish.sender import Sender
-from kvtier.events.publish.snapshot import RankBatch, Snapshot
-from kvtier.events.wire import batch_ends
-
-__all__ = ["END_SEQ", "ReplayServer"]
+from kvtier.events.publish.state import RankBatch, Snapshot
+from kvtier.events.wire import SNAPSHOT, STATUS, batch_ends
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +41,6 @@ STALLED_AFTER = 30.0  # seconds in which the client reads nothing
 # In messages: about a mebibyte of a snapshot. The rest of a replay waits as a generator, not as bytes.
 CLIENT_QUEUE = 32
 MAX_QUEUED = 64 << 20  # bytes that all clients together may leave unread
-_MAX_MERGED = 16 << 20
 _MAX_FILLERS = 10_000  # as far back as vLLM's publisher goes; a restart may be a million numbers away
 _TURN_SECONDS = 100e-6
 _SLICE_BYTES = 64 << 10
@@ -55,7 +49,6 @@ _REQUESTS_AT_ONCE = 64
 _MAX_FRAMES = 8
 
 _Message = tuple[int, bytes]
-_read_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None]).decode
 
 
 class _Session:
@@ -79,7 +72,7 @@ class _Session:
 
 
 class ReplayServer:
-    """Sessions of clients, served round robin."""
+    """Serves the sessions of clients in turn."""
 
     def __init__(
         self,
@@ -183,6 +176,10 @@ class ReplayServer:
             self.counters["malformed"] += 1
             yield self._end("expected an empty frame and a start sequence number")
             return
+        if _is_req(frames[2]):
+            self.counters["malformed"] += 1
+            yield self._end("a REQ socket can read one message only: ask with a DEALER socket")
+            return
         what = frames[2].bytes
         if what == SNAPSHOT:
             messages = self._state()
@@ -193,9 +190,6 @@ class ReplayServer:
         else:
             self.counters["malformed"] += 1
             yield self._end(f"expected a start sequence number of at most 8 bytes, got {len(what)}")
-            return
-        if _is_req(frames[2]):
-            yield from self._merge(messages)
             return
         for message in messages:
             yield None if message is None else self._reply(*message)
@@ -249,30 +243,6 @@ class ReplayServer:
         if sender.next_seq > 0:
             yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
-    def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:
-        """Yield all messages as one, under the last number; an end marker if there are none or too many."""
-        events: list[bytes] = []
-        last, size = None, 0
-        ranks: set[int | None] = set()
-        for message in messages:
-            if message is not None:
-                last = message[0]
-                _, some, rank = _read_batch(message[1])
-                ranks |= {rank} if some else set()
-                size += len(message[1])
-                events += map(bytes, some)
-            if len(ranks) > 1 or size > _MAX_MERGED:
-                yield self._end("too much for one message: ask with a DEALER socket")
-                return
-            yield None
-        rank = ranks.pop() if ranks else None
-        rank = self._sender.rank if rank is None else rank
-        yield (
-            self._end()
-            if last is None
-            else self._reply(last, _frame(RankBatch(rank, len(events), b"".join(events))))
-        )
-
     # -- sending -----------------------------------------------------------------------------------
 
     def _advance(self, session: _Session, now: float, deadline: float) -> bool:
@@ -314,7 +284,7 @@ class ReplayServer:
         return True
 
     def _wait_for_client(self, session: _Session, now: float) -> bool:
-        """Retry a client with a full queue later, with growing pauses.
+        """Retry a client with a full queue later, with a growing back-off.
 
         Give up if it does not read at all.
         """
@@ -345,11 +315,11 @@ def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
     """Yield a snapshot's batches as they are made; `None` while the next one is not ready."""
     snapshot.readers += 1
     try:
-        place = 0
-        while place < len(snapshot.batches) or not snapshot.is_made:
-            if place < len(snapshot.batches):
-                yield snapshot.batches[place]
-                place += 1
+        done = 0
+        while done < len(snapshot.batches) or not snapshot.is_made:
+            if done < len(snapshot.batches):
+                yield snapshot.batches[done]
+                done += 1
             else:
                 yield None
     finally:

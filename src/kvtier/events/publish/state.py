@@ -1,22 +1,29 @@
-"""The published state of one rank: the blocks that consumers hold now, and the events that said so.
+"""The published state of one rank, the blocks that consumers hold now, and snapshots of all ranks' states.
 
 The stream behaves like a set: per place (medium, group, ownership, locality) a block is published as stored
 when its count leaves 0 and as removed when it returns to 0. If only some blocks of an event are new, it is
-published in parts. The state keeps one record per published event: its bytes, its hashes and its parent's
-hash. A snapshot sends those bytes again, parents first. Each place has `SHARDS` dicts that find a block's
-record: a dict stops all threads while it grows, one of 700,000 blocks for 45 ms, each of these for less
-than one.
+published in parts.
 
-A *ghost* is a removed block that others still hang from: its record stays, so that a snapshot can give
-tree-building consumers the path to its children. Ghosts are counted, bounded, and leave with their last
-child. `blocks` and `digest` always equal the sum of `change_of` over all published events. Between `freeze`
-and `thaw` the tables can also be read as they were at `freeze`. One thread owns a state.
+A state is a log of records, one for each published store, in the order of publication. A record has a birth
+number, and its blocks have death numbers. A snapshot at number n consists of the records born at or before
+n, with the blocks that were not dead at n; it sends the records' own bytes again. So the state goes on
+changing while a snapshot of it is being made: a dead record stays in the log until the running snapshot is
+made.
+
+A record without blocks also stays while other records hang from it, so that a snapshot can give
+tree-building consumers the path to its children: a snapshot stores such *ancestors* and removes them again.
+They are bounded, and leave with their last child. Births are in the order of the stream, so every block
+that found its parent in the stream also finds it in a snapshot.
+
+`blocks` and `digest` always equal the sum of `change_of` over all published events. One thread owns a state
+and its snapshots.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,51 +31,70 @@ import msgspec
 from msgspec.structs import replace
 
 from kvtier.errors import IntegrityError
-from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, blocks_of
+from kvtier.events.types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExternalBlockHash,
+    Mark,
+    blocks_of,
+)
 from kvtier.events.wire import U64, EventEncoder, Place, hash_sum, place_of, place_weight
-
-__all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
+from kvtier.events.wire_structs import Encoding
 
 Hashes = Sequence[ExternalBlockHash]
 
 SHARDS = 127  # a prime: so the choice of a shard is independent of the dicts' own use of the hash bits
-_LEAST_GHOSTS = 10_000
-_SWEPT_AT_ONCE = 64
-_UNCHANGED: Any = object()
+_SEGMENT_BITS = 12
+_LEAST_ANCESTORS = 10_000
+_BATCH_BYTES = 32 << 10  # of a snapshot
+_REMOVED_AT_ONCE = 4096
+_FIELDS = BlockStored.__struct_fields__
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
-    """An event published as stored. `uses` counts its blocks that are held or ghosts.
+    """An event published as stored.
 
-    `snapshot`, `sent` and `walked` belong to the unfinished snapshot: its number, how many blocks it has
-    sent, and its number again once it has sent all blocks that the record held.
+    `parent` is the birth number of the record that held the parent block when this one was born, or 0.
+    `children` counts the records in the log with this one as parent. `held` counts the blocks that consumers
+    hold. `deaths` has the numbers at which blocks died while a snapshot was being made; of a block that died
+    earlier nothing is kept, because the tables no longer have it.
+
+    Records refer to each other by number: a long chain of objects would overflow the stack when it is freed.
     """
 
+    birth: int
     place: Place
     hashes: tuple[ExternalBlockHash, ...]
-    parent: ExternalBlockHash | None
     data: bytes
-    uses: int
-    snapshot: int = 0
-    sent: int = 0
-    walked: int = 0
+    held: int
+    parent: int = 0
+    children: int = 0
+    deaths: dict[ExternalBlockHash, int] | None = None
 
 
-class BlockMap:
-    """Records by block hash; between `freeze` and `thaw` also the records as they were at `freeze`.
+_NO_RECORDS: dict[int, Record] = {}
 
-    The hash modulo the number of tables selects a block's table.
+
+class PlacedBlocks:
+    """Maps the blocks that consumers hold in one place to their records, and to their counts above 1.
+
+    The hash modulo `SHARDS` selects a block's table. A dict stops all threads while it grows, one of 700,000
+    blocks for 45 ms, each of these for less than one.
     """
 
-    __slots__ = ("before", "tables")
+    __slots__ = ("counts", "like", "place", "tables", "total")
 
-    def __init__(self, tables: Sequence[dict[ExternalBlockHash, Record]]) -> None:
-        self.tables = tables
-        self.before: dict[ExternalBlockHash, Record | None] | None = None
+    def __init__(self, event: BlockStored | BlockRemoved) -> None:
+        self.place = place_of(event)
+        self.total = 0  # the sum of the hashes
+        self.like = BlockRemoved([], event.medium, event.group_idx, event.locality, event.ownership)
+        self.tables: list[dict[ExternalBlockHash, Record]] = [{} for _ in range(SHARDS)]
+        self.counts: dict[ExternalBlockHash, int] = {}
 
     def get(self, block: ExternalBlockHash) -> Record | None:
         """Return a block's record."""
-        return self.tables[hash(block) % len(self.tables)].get(block)
+        return self.tables[hash(block) % SHARDS].get(block)
 
     def items(self) -> Iterator[tuple[ExternalBlockHash, Record]]:
         """Return all blocks with their records."""
@@ -76,55 +102,19 @@ class BlockMap:
 
     def add_all(self, blocks: Hashes, record: Record) -> bool:
         """Give blocks a record, if none has one and each is named once; return whether that was done."""
-        tables, number = self.tables, len(self.tables)
+        tables = self.tables
         for block in blocks:
-            table = tables[hash(block) % number]
+            table = tables[hash(block) % SHARDS]
             if block in table:
                 self._undo(blocks, record)
                 return False
             table[block] = record
-        if self.before is not None:
-            for block in blocks:
-                self.before.setdefault(block, None)
         return True
 
     def _undo(self, blocks: Hashes, record: Record) -> None:
         for block in blocks:
             if self.get(block) is record:
-                del self.tables[hash(block) % len(self.tables)][block]
-
-    def pop(self, block: ExternalBlockHash) -> Record | None:
-        """Remove a block; return its record."""
-        found = self.tables[hash(block) % len(self.tables)].pop(block, None)
-        if self.before is not None:
-            self.before.setdefault(block, found)
-        return found
-
-    def freeze(self) -> None:
-        """From now on, remember each entry as it was before its first change."""
-        self.before = {}
-
-    def thaw(self) -> None:
-        """Forget the remembered entries."""
-        self.before = None
-
-    def was(self, block: ExternalBlockHash) -> Record | None:
-        """Return the record that a block had at `freeze`; if the table is not frozen, the current one."""
-        found = _UNCHANGED if self.before is None else self.before.get(block, _UNCHANGED)
-        return self.get(block) if found is _UNCHANGED else found
-
-
-class Holding:
-    """The blocks of one place: each with its record, and with its count if that is more than 1."""
-
-    __slots__ = ("blocks", "counts", "like", "place", "total")
-
-    def __init__(self, event: BlockStored | BlockRemoved) -> None:
-        self.place = place_of(event)
-        self.total = 0  # the sum of the hashes
-        self.like = BlockRemoved([], event.medium, event.group_idx, event.locality, event.ownership)
-        self.blocks = BlockMap([{} for _ in range(SHARDS)])
-        self.counts: dict[ExternalBlockHash, int] = {}
+                del self.tables[hash(block) % SHARDS][block]
 
     def count_down(self, block: ExternalBlockHash) -> None:
         """Subtract one from the count of a block that has a count."""
@@ -138,7 +128,7 @@ class Holding:
 
 
 class PublishedState:
-    """The set of published blocks, as a filter for events to publish.
+    """Keeps the set of published blocks, and filters events so that the stream behaves like a set.
 
     `store` and `remove` take an event with its bytes and append its new parts to `out`. They raise before
     they change anything.
@@ -147,16 +137,15 @@ class PublishedState:
     def __init__(self, encoder: EventEncoder, counting: str = "count") -> None:
         """Begin empty. `counting` is `count` or `set`, see `KVEventsConfig`."""
         self.blocks = 0
-        self._ghosts: OrderedDict[ExternalBlockHash, Record] = OrderedDict()  # the oldest goes first
-        self.ghosts = BlockMap([self._ghosts])
         self._encoder = encoder
         self._counted = counting == "count"
-        self._holdings: dict[Place, Holding] = {}
-        # How many records hang from a block, in shards like the blocks.
-        self._children: list[dict[ExternalBlockHash, int]] = [{} for _ in range(SHARDS)]
-        self._records: deque[Record] = deque()  # all records in use, and a few unused ones
-        self._ended = 0  # records ended since the last sweep
-        self._is_frozen = False
+        self._places: dict[Place, PlacedBlocks] = {}
+        # All records by birth, in segments: a single dict would stop all threads while it grows.
+        self._log: dict[int, dict[int, Record]] = {}
+        self._number = 0  # of the newest birth or snapshot
+        self._ancestors: OrderedDict[int, Record] = OrderedDict()  # the one that ended first goes first
+        self._read_at: int | None = None  # the number of the snapshot that is being made
+        self._dying: deque[Record] = deque()  # records with deaths, until the snapshot is made
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -165,284 +154,378 @@ class PublishedState:
         hashes = tuple(event.block_hashes)
         if not hashes:
             return
-        holding = self._holding(event)
-        if self._add(holding, hashes, event.parent_block_hash, data):
+        placed = self._placed(event)
+        if self._add(placed, hashes, event.parent_block_hash, data):
             out.append(data)
         else:
-            out += self._store_new(holding, event)
+            out += self._store_new(placed, event)
 
-    def _store_new(self, holding: Holding, event: BlockStored) -> list[bytes]:
-        """Add the new blocks of an event, each once; count the others."""
+    def _store_new(self, placed: PlacedBlocks, event: BlockStored) -> list[bytes]:
+        """Add the new blocks of an event, one part for each run of them; count the others."""
         new, again = [], []
         met: set[ExternalBlockHash] = set()
-        for place, block in enumerate(event.block_hashes):
-            if block in met or holding.blocks.get(block) is not None:
+        for index, block in enumerate(event.block_hashes):
+            if block in met or placed.get(block) is not None:
                 again.append(block)
             else:
                 met.add(block)
-                new.append(place)
-        sent = self._add_parts(holding, event, new)
-        if self._counted:
-            for block in again:
-                holding.counts[block] = holding.counts.get(block, 1) + 1
-        return sent
-
-    def _add_parts(self, holding: Holding, event: BlockStored, wanted: list[int]) -> list[bytes]:
-        """Add the blocks at the wanted places, one part for each run of them. Return the parts' bytes."""
-        parts = [blocks_of(event, start, stop) for start, stop in runs(wanted)]
+                new.append(index)
+        parts = [blocks_of(event, start, stop) for start, stop in runs(new)]
         encoded = [self._encoder.event(part) for part in parts]
         for part, data in zip(parts, encoded, strict=True):
-            self._add(holding, tuple(part.block_hashes), part.parent_block_hash, data)
+            self._add(placed, tuple(part.block_hashes), part.parent_block_hash, data)
+        if self._counted:
+            for block in again:
+                placed.counts[block] = placed.counts.get(block, 1) + 1
         return encoded
 
     def _add(
         self,
-        holding: Holding,
+        placed: PlacedBlocks,
         hashes: tuple[ExternalBlockHash, ...],
         parent: ExternalBlockHash | None,
         data: bytes,
     ) -> bool:
         """Make a record of blocks if all of them are new; return whether they were."""
         total = hash_sum(hashes)
-        children = self._children[hash(parent) % SHARDS]
-        record = Record(holding.place, hashes, parent, data, len(hashes))
-        if not holding.blocks.add_all(hashes, record):
+        above = placed.tables[hash(parent) % SHARDS].get(parent) if parent is not None else None
+        if above is None and parent is not None and len(self._places) > 1:
+            above = self._find_holder(parent)
+        birth = self._number + 1
+        record = Record(birth, placed.place, hashes, data, len(hashes))
+        if not placed.add_all(hashes, record):
             return False
-        self._records.append(record)
-        if parent is not None:
-            children[parent] = children.get(parent, 0) + 1
+        self._number = birth
+        if above is not None:
+            above.children += 1
+            record.parent = above.birth
+        segment = self._log.get(birth >> _SEGMENT_BITS)
+        if segment is None:
+            segment = self._log[birth >> _SEGMENT_BITS] = {}
+        segment[birth] = record
         self.blocks += len(hashes)
-        holding.total += total
-        if self._ghosts:
-            for block in hashes:
-                self._forget_ghost(block)
+        placed.total += total
         return True
+
+    def _find_holder(self, block: ExternalBlockHash) -> Record | None:
+        """Return a record that holds a block in any place."""
+        holders = (placed.get(block) for placed in self._places.values())
+        return next((record for record in holders if record is not None), None)
 
     def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
         """Remove blocks; `data` holds the bytes of the whole event."""
         hashes = event.block_hashes
         total = hash_sum(hashes)
-        holding = self._holding(event)
-        gone = self._drop(holding, hashes)
+        placed = self._placed(event)
+        gone = self._drop(placed, hashes)
         if not gone:
             return
         if len(gone) != len(hashes):
             data, total = self._encoder.event(replace(event, block_hashes=gone)), hash_sum(gone)
         self.blocks -= len(gone)
-        holding.total -= total
+        placed.total -= total
         out.append(data)
 
-    def _drop(self, holding: Holding, hashes: Hashes) -> list[ExternalBlockHash]:
+    def _drop(self, placed: PlacedBlocks, hashes: Hashes) -> list[ExternalBlockHash]:
         """Subtract one from each block's count; return the blocks whose count is now 0."""
-        counts, children = holding.counts, self._children
-        tables, before = holding.blocks.tables, holding.blocks.before
+        counts, tables = placed.counts, placed.tables
         gone = []
         for block in hashes:
             if counts and block in counts:
-                holding.count_down(block)
+                placed.count_down(block)
                 continue
-            shard = hash(block) % SHARDS
-            record = tables[shard].pop(block, None)
+            record = tables[hash(block) % SHARDS].pop(block, None)
             if record is None:
                 continue
             gone.append(block)
-            if before is not None:
-                before.setdefault(block, record)
-            if block in children[shard] and not self._is_elsewhere(block):
-                self._add_ghost(block, record)
-            elif record.uses > 1:
-                record.uses -= 1
-            else:
+            record.held -= 1
+            if self._read_at is not None and record.birth <= self._read_at:
+                self._record_death(record, block)
+            elif not record.held and record.deaths is None:
                 self._end(record)
         return gone
 
-    def _is_elsewhere(self, block: ExternalBlockHash) -> bool:
-        """Return whether another place holds a block that was just removed from one."""
-        return any(holding.blocks.get(block) is not None for holding in self._holdings.values())
+    # -- the log -----------------------------------------------------------------------------------
 
-    # -- changes that are not published ------------------------------------------------------------
+    def _record_death(self, record: Record, block: ExternalBlockHash) -> None:
+        """Keep the number at which a block died, for the snapshot that is being made."""
+        if record.deaths is None:
+            record.deaths = {}
+            self._dying.append(record)
+        record.deaths[block] = self._number
 
-    def count_of(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash) -> int:
-        """Return the count of a block in the event's place."""
-        holding = self._holding(event)
-        return 0 if holding.blocks.get(block) is None else holding.counts.get(block, 1)
+    def _end(self, record: Record) -> None:
+        """Drop a record without blocks, or keep it as an ancestor while others hang from it.
 
-    def set_count(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash, count: int) -> None:
-        """Set the count of a held block; 0 removes it. Nothing is published."""
-        holding = self._holding(event)
-        holding.counts.pop(block, None)
-        if count == 0:
-            self.remove(holding.removal([block]), b"", [])
-        elif count > 1:
-            holding.counts[block] = count
+        Beyond the limit the oldest ancestors are dropped, and their children are orphans.
+        """
+        if not record.children:
+            self._forget(record)
+            return
+        self._ancestors[record.birth] = record
+        while len(self._ancestors) > max(self.blocks, _LEAST_ANCESTORS):
+            self._forget(self._ancestors.popitem(last=False)[1])
 
-    def adopt(self, event: BlockStored, wanted: set[ExternalBlockHash]) -> None:
-        """Add the wanted blocks of the event that are not held. Nothing is published."""
-        holding = self._holding(event)
-        met = {block for block in wanted if holding.blocks.get(block) is not None}
-        places = []
-        for place, block in enumerate(event.block_hashes):
-            if block in wanted and block not in met:
-                met.add(block)
-                places.append(place)
-        self._add_parts(holding, event, places)
+    def _forget(self, record: Record) -> None:
+        """Drop a record from the log, and with it each ancestor whose last child it was."""
+        log, found = self._log, record
+        while True:
+            key = found.birth >> _SEGMENT_BITS
+            segment = log[key]
+            del segment[found.birth]
+            left = len(segment)
+            if not left:
+                del log[key]
+            elif not left & (left - 1) and key != self._number >> _SEGMENT_BITS:
+                log[key] = dict(segment)  # a dict never shrinks; at each halving the cost is small
+            above = log.get(found.parent >> _SEGMENT_BITS, _NO_RECORDS).get(found.parent)
+            if above is None:
+                return
+            above.children -= 1
+            if above.children or above.birth not in self._ancestors:
+                return
+            found = self._ancestors.pop(above.birth)
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    def begin_snapshot(self) -> int:
+        """Keep the present state readable for `snapshot_events`, and return its number.
+
+        Only one snapshot can be unfinished: an earlier one must not be continued.
+        """
+        self._read_at = self._number
+        self._number += 1
+        return self._read_at
+
+    def snapshot_events(self) -> Iterator[bytes | None]:
+        """Yield the events that turn any state into the one at `begin_snapshot`, without a mark.
+
+        The state may change between two steps. `None` is a step without an event.
+        """
+        number = self._read_at
+        assert number is not None
+        try:
+            yield self._encoder.event(AllBlocksCleared())
+            yield from self._walk(number)
+        finally:
+            self._read_at = None
+        while self._dying:
+            record = self._dying.popleft()
+            record.deaths = None
+            if not record.held:
+                self._end(record)
+            yield None
+
+    def _walk(self, number: int) -> Iterator[bytes | None]:
+        """Yield the events of all records in the order of birth, and the removals of ancestors."""
+        passing: dict[Place, dict[ExternalBlockHash, None]] = {}  # blocks that were stored though not held
+        for key in list(self._log):
+            for record in list(self._log.get(key, _NO_RECORDS).values()):
+                if record.birth > number:
+                    break
+                if record.held == len(record.hashes) and not passing:
+                    yield record.data
+                else:
+                    yield from self._events_of(record, number, passing)
+        for place, blocks in passing.items():
+            gone = list(blocks)
+            for start in range(0, len(gone), _REMOVED_AT_ONCE):
+                yield self._removal(place, gone[start : start + _REMOVED_AT_ONCE])
+
+    def _events_of(
+        self, record: Record, number: int, passing: dict[Place, dict[ExternalBlockHash, None]]
+    ) -> Iterator[bytes | None]:
+        """Yield the events of a record up to the last block that was held or that others hang from.
+
+        Dead blocks before that one are stored too, because the later ones hang from them. They are removed
+        at the end, or before another record stores them again.
+        """
+        dead = self._dead_blocks(record, number)
+        stop = len(record.hashes)
+        while stop and record.hashes[stop - 1] in dead and not record.children:
+            stop -= 1
+        if not stop:
+            yield None
+            return
+        data, stop = (record.data, stop) if stop == len(record.hashes) else self._cut(record, stop)
+        stored = record.hashes[:stop]
+        here = passing.setdefault(record.place, {})
+        again = [block for block in stored if block in here]
+        if again:
+            yield self._removal(record.place, again)
+            for block in again:
+                del here[block]
+        yield data
+        here.update((block, None) for block in stored if block in dead)
+        if not here:
+            del passing[record.place]
+
+    def _dead_blocks(self, record: Record, number: int) -> set[ExternalBlockHash]:
+        """Return the blocks of a record that were dead at a number."""
+        if record.held == len(record.hashes):
+            return set()
+        get, deaths = self._places[record.place].get, record.deaths or {}
+        return {
+            block for block in record.hashes if get(block) is not record and deaths.get(block, 0) <= number
+        }
+
+    def _cut(self, record: Record, stop: int) -> tuple[bytes, int]:
+        """Return the event of a record's first blocks, and how many they are.
+
+        They are all blocks if the event cannot be encoded again: extra keys may hold anything.
+        """
+        try:
+            fields = msgspec.msgpack.decode(record.data)
+            if self._encoder.encoding is Encoding.MAP:
+                event = BlockStored(*(fields.get(name) for name in _FIELDS))
+            else:
+                event = BlockStored(*fields[1:], *[None] * (len(_FIELDS) - len(fields) + 1))
+            return self._encoder.event(blocks_of(event, 0, stop)), stop
+        except (OverflowError, TypeError, ValueError):
+            return record.data, len(record.hashes)
+
+    def _removal(self, place: Place, blocks: Hashes) -> bytes:
+        return self._encoder.event(self._places[place].removal(blocks))
 
     # -- reading -----------------------------------------------------------------------------------
 
     @property
     def digest(self) -> int:
         """Return the digest of all held blocks."""
-        return sum(one.total * place_weight(one.place) for one in self.holdings()) & U64
+        return sum(one.total * place_weight(one.place) for one in self.places()) & U64
 
     @property
-    def ghost_count(self) -> int:
-        """Return how many ghosts are kept."""
-        return len(self._ghosts)
+    def ancestors(self) -> int:
+        """Return how many records without blocks are kept because others hang from them."""
+        return len(self._ancestors)
 
-    def holdings(self) -> list[Holding]:
-        """Return the holding of each place."""
-        return list(self._holdings.values())
+    def places(self) -> list[PlacedBlocks]:
+        """Return the blocks of each place."""
+        return list(self._places.values())
 
-    def freeze(self) -> int:
-        """Keep the present state readable through `BlockMap.was`, while it changes.
-
-        Return the number of `next_record` calls after which all of its records have come.
-        """
-        self._is_frozen = True
-        for table in self._tables():
-            table.freeze()
-        return len(self._records)
-
-    def thaw(self) -> None:
-        """Stop keeping the frozen state."""
-        self._is_frozen = False
-        for table in self._tables():
-            table.thaw()
-
-    def next_record(self) -> Record:
-        """Return the record that was visited longest ago, and drop it if it is unused."""
-        record = self._records.popleft()
-        if record.uses:
-            self._records.append(record)
-        return record
-
-    def _sweep(self) -> None:
-        """Visit two records for each ended one, so that at most about half of the records are unused."""
-        records = self._records
-        for _ in range(min(2 * _SWEPT_AT_ONCE, len(records))):
-            record = records.popleft()
-            if record.uses:
-                records.append(record)
-        self._ended -= _SWEPT_AT_ONCE
-
-    def _tables(self) -> list[BlockMap]:
-        return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
+    def _placed(self, event: BlockStored | BlockRemoved) -> PlacedBlocks:
+        place = place_of(event)
+        return self._places.get(place) or self._places.setdefault(place, PlacedBlocks(event))
 
     def take_apart(self) -> list[dict[Any, Any] | deque[Any]]:
         """Return all parts of the state, to be freed step by step: all at once takes half a second."""
-        pieces: list[dict[Any, Any] | deque[Any]] = [self._records, *self._children, self._ghosts]
-        for holding in self._holdings.values():
-            pieces += [*holding.blocks.tables, holding.counts]
+        pieces: list[dict[Any, Any] | deque[Any]] = [*self._log.values(), self._ancestors, self._dying]
+        for placed in self._places.values():
+            pieces += [*placed.tables, placed.counts]
         return pieces
 
     def check(self) -> None:
-        """Raise `IntegrityError` if counts, digest, records and ghosts do not agree."""
-        held = {holding.place: dict(holding.blocks.items()) for holding in self._holdings.values()}
+        """Raise `IntegrityError` if counts, digest, tables and log do not agree."""
+        held = {placed.place: dict(placed.items()) for placed in self._places.values()}
         _expect(sum(map(len, held.values())), self.blocks, "blocks held")
-        for holding in self._holdings.values():
-            place = holding.place
-            _expect(holding.counts.keys() - held[place].keys(), set(), f"counts of absent blocks in {place}")
-            _expect([n for n in holding.counts.values() if n < 2], [], f"counts below 2 in {place}")
+        for placed in self._places.values():
+            place = placed.place
+            _expect(placed.counts.keys() - held[place].keys(), set(), f"counts of absent blocks in {place}")
+            _expect([n for n in placed.counts.values() if n < 2], [], f"counts below 2 in {place}")
         digest = sum(hash_sum(list(blocks)) * place_weight(place) for place, blocks in held.items())
         _expect(digest & U64, self.digest, "digest")
-        ghosts = dict(self._ghosts)
-        self._check_records(held, ghosts)
-        is_held = {block for blocks in held.values() for block in blocks}
-        _expect(ghosts.keys() & is_held, set(), "ghosts that are held")
+        self._check_log([record for blocks in held.values() for record in blocks.values()], held)
 
-    def _check_records(
-        self, held: dict[Place, dict[ExternalBlockHash, Record]], ghosts: dict[ExternalBlockHash, Record]
-    ) -> None:
-        blocks = [
-            (block, record) for by_block in (*held.values(), ghosts) for block, record in by_block.items()
-        ]
-        records = {id(record): record for _, record in blocks}
-        named = {key: set(record.hashes) for key, record in records.items()}
+    def _check_log(self, holders: list[Record], held: dict[Place, dict[ExternalBlockHash, Record]]) -> None:
+        records = {birth: record for segment in self._log.values() for birth, record in segment.items()}
+        _expect(list(records), sorted(records), "births in order")
+        _expect([birth for birth, one in records.items() if one.birth != birth], [], "misplaced records")
+        strangers = [one.birth for one in holders if records.get(one.birth) is not one]
+        _expect(strangers, [], "records that no snapshot would meet")
+        for blocks in held.values():
+            wrong = [block for block, one in blocks.items() if block not in one.hashes]
+            _expect(wrong, [], "blocks of other records")
+        uses = Counter(one.birth for one in holders)
         _expect(
-            [block for block, record in blocks if block not in named[id(record)]],
-            [],
-            "blocks of other records",
+            {birth: one.held for birth, one in records.items() if one.held}, dict(uses), "blocks of records"
         )
-        uses = Counter(id(record) for _, record in blocks)
-        _expect(uses, {key: record.uses for key, record in records.items()}, "uses of records")
-        children = Counter(record.parent for record in records.values() if record.parent is not None)
-        kept = {block: count for shard in self._children for block, count in shard.items()}
+        children = Counter(one.parent for one in records.values() if one.parent in records)
+        kept = {birth: one.children for birth, one in records.items() if one.children}
         _expect(kept, dict(children), "children")
-        _expect(records.keys() - set(map(id, self._records)), set(), "records that no snapshot would meet")
-        _expect(ghosts.keys() - children.keys(), set(), "ghosts without children")
-
-    # -- inside ------------------------------------------------------------------------------------
-
-    def _holding(self, event: BlockStored | BlockRemoved) -> Holding:
-        place = place_of(event)
-        return self._holdings.get(place) or self._holdings.setdefault(place, Holding(event))
-
-    def _end(self, record: Record) -> None:
-        """Note that a record is unused: it releases its parent."""
-        record.uses = 0
-        self._ended += 1
-        if self._ended >= _SWEPT_AT_ONCE and not self._is_frozen:
-            self._sweep()
-        if record.parent is not None:
-            self._let_go(record.parent)
-
-    def _let_go(self, parent: ExternalBlockHash) -> None:
-        """Remove a child from a block.
-
-        A ghost leaves with its last child, and may then release its own parent, and so on.
-        """
-        above: ExternalBlockHash | None = parent
-        while above is not None:
-            children = self._children[hash(above) % SHARDS]
-            left = children.pop(above) - 1
-            if left:
-                children[above] = left
-                return
-            ghost = self.ghosts.pop(above) if self._ghosts else None
-            if ghost is None:
-                return
-            ghost.uses -= 1
-            above = None if ghost.uses else ghost.parent
-
-    def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
-        """Keep a removed block's record.
-
-        Beyond the limit the oldest ghosts are forgotten, and their children are orphans.
-        """
-        self.ghosts.add_all((block,), record)
-        while len(self._ghosts) > max(self.blocks, _LEAST_GHOSTS):
-            self._forget_ghost(next(iter(self._ghosts)))
-
-    def _forget_ghost(self, block: ExternalBlockHash) -> None:
-        """Forget a ghost and release its record, if there is one."""
-        record = self.ghosts.pop(block)
-        if record is None:
-            return
-        if record.uses > 1:
-            record.uses -= 1
-        else:
-            self._end(record)
+        dying = {one.birth for one in self._dying}
+        ended = {birth for birth, one in records.items() if not one.held} - dying
+        _expect(ended, set(self._ancestors), "records without blocks")
+        _expect({b for b in ended if not records[b].children}, set(), "ancestors without children")
+        _expect({b for b, one in records.items() if one.deaths is not None}, dying, "records with deaths")
 
 
-def runs(places: Iterable[int]) -> Iterator[tuple[int, int]]:
+class RankBatch(msgspec.Struct, frozen=True, gc=False):
+    """Events of one rank, joined.
+
+    The garbage collector does not track it: a collection would walk all batches of a large snapshot at
+    once.
+    """
+
+    rank: int
+    number: int
+    events: bytes
+
+
+class Snapshot:
+    """Makes the events that turn any state into the states as of number `as_of`, in batches of one rank.
+
+    Beginning a snapshot copies nothing: `advance` makes the events step by step, once for all readers. The
+    first event of every rank is `AllBlocksCleared`; the last event of all carries the mark.
+    """
+
+    def __init__(
+        self, states: Mapping[int, PublishedState], encoder: EventEncoder, as_of: int, mark: Mark
+    ) -> None:
+        """Begin a snapshot of the states as they are now."""
+        self.as_of = as_of
+        self.mark = mark
+        self.ranks = len(states)
+        self.batches: list[RankBatch] = []
+        self.is_made = False
+        self.readers = 0
+        self._encoder = encoder
+        self._left = deque(states.items())
+        for state in states.values():
+            state.begin_snapshot()
+        self._making = self._make()
+
+    def advance(self, seconds: float) -> None:
+        """Make some of the events, for about `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self.is_made and time.monotonic() < deadline:
+            self.is_made = next(self._making, self) is self
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if a finished snapshot is incomplete."""
+        if self.is_made and (not self.batches or self._left):
+            raise IntegrityError(
+                f"snapshot as of {self.as_of}: {len(self.batches)} batches, {len(self._left)} unfinished"
+            )
+
+    def _make(self) -> Iterator[None]:
+        """Fill `batches`; yield often, so that the caller can check the clock."""
+        while self._left:
+            rank, state = self._left[0]
+            events: list[bytes] = []
+            size = 0
+            for event in state.snapshot_events():
+                if event is not None:
+                    events.append(event)
+                    size += len(event)
+                if size >= _BATCH_BYTES:
+                    self.batches.append(RankBatch(rank, len(events), b"".join(events)))
+                    events, size = [], 0
+                yield
+            self._left.popleft()
+            if not self._left:
+                events.append(self._encoder.mark(self.mark))
+            self.batches.append(RankBatch(rank, len(events), b"".join(events)))
+
+
+def runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield `[start, stop)` for each run of consecutive numbers."""
     start = stop = -1
-    for place in places:
-        if place != stop:
+    for index in indices:
+        if index != stop:
             if stop > start:
                 yield start, stop
-            start = place
-        stop = place + 1
+            start = index
+        stop = index + 1
     if stop > start:
         yield start, stop
 

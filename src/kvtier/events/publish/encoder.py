@@ -1,7 +1,7 @@
 """Events in their published form: checked, cut, joined, with hashes as consumers want them, and as bytes.
 
-Every consumer can read a drafted event, and it can be encoded again for a snapshot: an event with a field
-of a wrong type is left out. Any thread may call `Drafter.draft`.
+Every consumer can read an encoded event: an event with a field of a wrong type is left out. One thread owns
+a `BatchEncoder`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from msgspec.structs import replace
 
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.types import BlockRemoved, blocks_of
-from kvtier.events.wire import U64, Encoding, EventEncoder, to_u64
-
-__all__ = ["UNENCODABLE", "Draft", "Drafter"]
+from kvtier.events.wire import U64, EventEncoder, to_u64
+from kvtier.events.wire_structs import Encoding
 
 UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 """The exceptions of a batch that cannot be encoded."""
@@ -25,7 +24,7 @@ UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueEr
 _MOST_BLOCKS, _MOST_TOKENS = 1024, 16_384
 """Bounds of one event. Encoding or decoding an event holds the interpreter, so larger ones are cut."""
 
-Draft = tuple[str, Any, bytes]
+EncodedEvent = tuple[str, Any, bytes]
 """An event to publish: the name of its kind, the event, its bytes."""
 
 
@@ -59,8 +58,8 @@ class _Stored(_Removed):
 _READABLE = {"BlockStored": _Stored, "BlockRemoved": _Removed}
 
 
-class Drafter:
-    """Makes drafts of events, as the config says."""
+class BatchEncoder:
+    """Brings the events of a batch into their published form, as the config says."""
 
     def __init__(self, config: KVEventsConfig, encoder: EventEncoder) -> None:
         self._as_u64 = config.hash_format == "u64"
@@ -70,13 +69,13 @@ class Drafter:
         self._is_map = encoder.encoding is Encoding.MAP
         self._encode = msgspec.msgpack.Encoder().encode if self._is_map else encoder.event
 
-    def draft(self, events: Iterable[Any]) -> tuple[list[Draft], list[str]]:
+    def encode(self, events: Iterable[Any]) -> tuple[list[EncodedEvent], list[str]]:
         """Return a batch's events in published form, and the problems of events that are left out.
 
         Raises one of `UNENCODABLE` if the whole batch cannot be encoded.
         """
         events = (part for event in events for part in _cut_event(event, self._most_blocks))
-        drafts: list[Draft] = []
+        encoded: list[EncodedEvent] = []
         problems: list[str] = []
         for kind, event in _join_removals(events):
             if kind in _READABLE:
@@ -84,10 +83,10 @@ class Drafter:
             data = self._encode(event)
             problem = self._problem_of(kind, event) if kind in _READABLE else None
             if problem is None:
-                drafts.append((kind, event, data))
+                encoded.append((kind, event, data))
             else:
                 problems.append(problem)
-        return drafts, problems
+        return encoded, problems
 
     def _in_form(self, kind: str, event: Any) -> Any:
         """Return an event with hashes in the wanted format, without place fields that cannot be encoded."""
