@@ -297,7 +297,8 @@ class Case:
             clears=random.choice((0.03, 0.12)),
             clears_first=random.random() < 0.7,
         )
-        self.beats = random.choice((0.01, 0.05, 0.14))
+        self.beats = random.choice((0.0, 0.01, 0.01, 0.05, 0.05, 0.14, 0.14))
+        self.cuts = random.choice((0.04, 0.04, 0.04, 0.12))
         tiny = Limits(pending_batches=3, pending_bytes=400, probe_interval=2.0, backoff=0.1, backoff_max=0.5)
         roomy = Limits(probe_interval=2.0, backoff=0.1, backoff_max=0.5)
         limits = random.choice((tiny, roomy))
@@ -338,11 +339,11 @@ class Case:
             self._ambush()
         elif dice < self.restarts:
             self._restart()
-        elif dice < 0.04:
+        elif dice < self.cuts:
             self._reconnect()
-        elif dice < 0.06 and not self.is_stock:
+        elif dice < self.cuts + 0.02 and not self.is_stock:
             publisher.overflow()
-        elif dice < 0.06 + self.beats:
+        elif dice < self.cuts + 0.02 + self.beats:
             self._send(publisher.heartbeat())
         else:
             self._send(publisher.step())
@@ -360,12 +361,13 @@ class Case:
         is_seen = self.is_stock or self.random.random() < 0.5
         hello = self.publisher.begin(keeps_sequence=not self.is_stock and self.random.random() < 0.6)
         if self.random.random() < 0.4:  # it may come to where the old one was, unheard
-            while self.publisher.newest < self.follower.replica.position:
+            while self.publisher.newest < self.follower.position:
                 hello = self.publisher.step()
-            hello = None if self.publisher.newest == self.follower.replica.position else hello
+            hello = None if self.publisher.newest == self.follower.position else hello
         if is_seen:
             self._reconnect(is_cut=True)
-        self._send(hello)
+        if self.random.random() < 0.7:
+            self._send(hello)
 
     def _ambush(self) -> None:
         """Start another process unseen, and let it go on just where its batches would fit in."""
@@ -382,7 +384,7 @@ class Case:
         """Return numbers behind which a batch of another process looks like the next one."""
         if self._replies and self._asked is not None:  # behind the answer that is under way
             return [self._replies[-1][0] - (self._asked.kind is RequestKind.SNAPSHOT)]
-        numbers = [self.follower.replica.position, self.publisher.newest, self.publisher.newest + 2]
+        numbers = [self.follower.position, self.publisher.newest, self.publisher.newest + 2]
         return numbers + [seq for seq, _ in list(self._link)[-1:]]
 
     def _reconnect(self, *, is_cut: bool = False) -> None:
@@ -457,7 +459,7 @@ class Case:
 
         No later process has spoken, and no later batch has come, unless it still waits.
         """
-        replica, heard = self.follower.replica, self.heard
+        replica, heard = self.follower, self.heard
         if replica.state is not State.EXACT or heard.excuses(replica.epoch):
             return
         self.claims += 1
@@ -472,13 +474,13 @@ class Case:
 
     @property
     def _wrong(self) -> tuple[int, int, str]:
-        return self.seed, self.follower.replica.position, "called exact and is not"
+        return self.seed, self.follower.position, "called exact and is not"
 
     def _calm_down(self) -> None:
         self.nemesis.is_at_work = False
         until = self.now + 40.0
         while not self._is_done():
-            assert self.now < until, (self.seed, self.follower.replica.state, self.follower.replica.reason)
+            assert self.now < until, (self.seed, self.follower.state, self.follower.reason)
             if int(self.now) != int(self.now + 0.1):
                 self._send(self.publisher.heartbeat())
             if int(self.now / 10) != int(self.now / 10 + 0.01):
@@ -500,11 +502,11 @@ class Case:
                 self._send(self.publisher.clear(rank))
 
     def _is_done(self) -> bool:
-        is_of_it = self.is_stock or self.follower.replica.epoch == self.publisher.epoch
+        is_of_it = self.is_stock or self.follower.epoch == self.publisher.epoch
         return (
             is_of_it
-            and self.follower.replica.state is State.EXACT
-            and self.follower.replica.position == self.publisher.newest
+            and self.follower.state is State.EXACT
+            and self.follower.position == self.publisher.newest
         )
 
 

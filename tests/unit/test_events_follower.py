@@ -65,7 +65,7 @@ class Bench:
             assert message is not None
             was_asking = self.follower.request is not None
             self.follower.live(*message, self.now)
-            if not was_asking and self.follower.pending and self.follower.replica.seq == message[0] - 1:
+            if not was_asking and self.follower.pending and self.follower.seq == message[0] - 1:
                 self.answer_all()
         self.take()
 
@@ -78,7 +78,7 @@ class Bench:
     def answer(self, *, upto: int | None = None) -> RequestKind:
         """Answer the request under way, whole or in part and without its end."""
         request = self.follower.request
-        assert request is not None, (self.follower.replica.state, self.follower.replica.reason)
+        assert request is not None, (self.follower.state, self.follower.reason)
         for seq, payload in self.publisher.answer(request.data)[:upto]:
             self.follower.reply(request, seq, payload, self.now)
         if upto is None:
@@ -110,7 +110,7 @@ class Bench:
 
     @property
     def state(self) -> State:
-        return self.follower.replica.state
+        return self.follower.state
 
     def delivered(self) -> list[int]:
         return [update.seq for update in self.updates if isinstance(update, Received)]
@@ -120,10 +120,10 @@ class Bench:
 
     def assert_exact(self) -> None:
         self.take()
-        assert self.state is State.EXACT, self.follower.replica.reason
+        assert self.state is State.EXACT, self.follower.reason
         assert self.replica.state is State.EXACT
         assert self.replica.held == self.publisher.truth.held
-        assert self.follower.replica.reason == ""
+        assert self.follower.reason == ""
 
 
 def ours(**options: object) -> Bench:
@@ -148,9 +148,9 @@ def heartbeat(bench: Bench) -> Message:
 def test_nothing_is_asked_before_the_stream_is_connected() -> None:
     bench = ours()
     assert bench.follower.request is None
-    assert (bench.state, bench.follower.replica.reason) == (State.REPAIRING, "connecting")
+    assert (bench.state, bench.follower.reason) == (State.REPAIRING, "connecting")
     bench.wait(3)
-    assert (bench.state, bench.follower.replica.reason) == (State.DEGRADED, "no connection for 2 s")
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "no connection for 2 s")
     bench.join()
     bench.assert_exact()
 
@@ -161,9 +161,9 @@ def test_our_publisher_is_joined_by_snapshot() -> None:
         bench.publish(3)
     assert bench.join() == [RequestKind.STATUS, RequestKind.SNAPSHOT]
     bench.assert_exact()
-    assert bench.follower.replica.kind is Kind.KVTIER
-    assert bench.follower.replica.epoch == bench.publisher.epoch
-    assert bench.follower.replica.position == bench.publisher.newest
+    assert bench.follower.kind is Kind.KVTIER
+    assert bench.follower.epoch == bench.publisher.epoch
+    assert bench.follower.position == bench.publisher.newest
     assert not any(isinstance(update, Reset) for update in bench.updates)
 
 
@@ -173,7 +173,7 @@ def test_a_stock_publisher_is_joined_from_its_first_batch() -> None:
         bench.publish()
     assert bench.join() == [RequestKind.STATUS, RequestKind.HISTORY]
     bench.assert_exact()
-    assert bench.follower.replica.kind is Kind.STOCK
+    assert bench.follower.kind is Kind.STOCK
     assert bench.delivered() == list(range(20))
 
 
@@ -216,7 +216,7 @@ def test_a_stock_publisher_whose_buffer_lost_its_beginning_is_degraded_until_it_
     for _ in range(30):
         bench.publish()
     bench.join()
-    assert (bench.state, bench.follower.replica.reason) == (
+    assert (bench.state, bench.follower.reason) == (
         State.DEGRADED,
         "the publisher's buffer begins at batch 20",
     )
@@ -292,12 +292,12 @@ def test_a_gap_is_replayed(make: Callable[[], Bench], asked: list[RequestKind]) 
     bench.live(bench.publish())
     bench.join()
     bench.updates.clear()
-    first = bench.follower.replica.position + 1
+    first = bench.follower.position + 1
     for _ in range(3):
         bench.publish()
     bench.live(bench.publish())
     assert bench.state is State.REPAIRING
-    assert "missing" in bench.follower.replica.reason
+    assert "missing" in bench.follower.reason
     bench.live(bench.publish())
     assert bench.answer_all() == asked
     bench.assert_exact()
@@ -332,7 +332,7 @@ def test_a_live_batch_cannot_slip_into_a_state_that_is_being_replayed() -> None:
     replies = bench.publisher.answer(request.data)
     for reply in replies[:3]:
         bench.follower.reply(request, *reply, bench.now)
-    late = next(message for message in under_way if message[0] == bench.follower.replica.position + 1)
+    late = next(message for message in under_way if message[0] == bench.follower.position + 1)
     bench.live(late)
     for reply in replies[3:]:
         bench.follower.reply(request, *reply, bench.now)
@@ -458,7 +458,7 @@ def test_a_batch_that_a_stock_publisher_never_had_is_given_up() -> None:
     bench.live(bench.publish())
     bench.answer_all()
     assert bench.state is State.DEGRADED
-    assert "leaves out batches 1 to 1" in bench.follower.replica.reason
+    assert "leaves out batches 1 to 1" in bench.follower.reason
     bench.live(bench.publish(), bench.publisher.publish([AllBlocksCleared()]))
     bench.assert_exact()
 
@@ -683,7 +683,7 @@ def test_a_snapshot_by_a_publisher_that_took_over_unties_the_live_stream(is_cut:
         bench.answer_all()
         assert bench.state is not State.EXACT or bench.replica.held == bench.publisher.truth.held
     bench.assert_exact()
-    assert bench.follower.replica.epoch == bench.publisher.epoch
+    assert bench.follower.epoch == bench.publisher.epoch
     assert bench.follower.counters.digest_mismatches == 1  # the false mark
 
 
@@ -715,7 +715,7 @@ def test_a_restart_that_continues_the_numbers_is_followed() -> None:
     bench.live(bench.publisher.hello())
     bench.answer_all()
     bench.assert_exact()
-    assert bench.follower.replica.epoch == bench.publisher.epoch
+    assert bench.follower.epoch == bench.publisher.epoch
 
 
 def test_a_first_batch_that_follows_on_needs_no_repair_but_a_status() -> None:
@@ -753,7 +753,7 @@ def test_a_cut_connection_is_checked_when_it_is_back(make: Callable[[], Bench]) 
     bench.join()
     bench.live(bench.publish())
     bench.follower.disconnected(bench.now)
-    assert (bench.state, bench.follower.replica.reason) == (State.REPAIRING, "connection lost")
+    assert (bench.state, bench.follower.reason) == (State.REPAIRING, "connection lost")
     assert bench.follower.request is None
     bench.publish()  # lost
     bench.wait(1.0)
@@ -799,7 +799,7 @@ def test_a_publisher_that_is_gone_is_degraded_and_says_so() -> None:
     bench.join()
     bench.follower.disconnected(bench.now)
     bench.wait(3)
-    assert (bench.state, bench.follower.replica.reason) == (State.DEGRADED, "connection lost for 2 s")
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "connection lost for 2 s")
     bench.join()
     bench.assert_exact()
 
@@ -922,7 +922,7 @@ def test_a_replica_that_is_disproved_is_replaced() -> None:
     bench.live(bench.publish())
     bench.live(false_mark(bench))
     assert bench.state is State.REPAIRING
-    assert "digest of batch" in bench.follower.replica.reason
+    assert "digest of batch" in bench.follower.reason
     assert bench.answer_all() == [RequestKind.SNAPSHOT]
     bench.assert_exact()
     assert bench.follower.counters.digest_mismatches == 1
@@ -961,7 +961,7 @@ def test_a_snapshot_that_does_not_add_up_is_not_taken_for_true() -> None:
     bench.follower.end(request, bench.now)
     bench.take()
     assert bench.state is State.REPAIRING
-    assert bench.follower.replica.reason == "the snapshot does not add up"
+    assert bench.follower.reason == "the snapshot does not add up"
     bench.wait(0.3)
     bench.answer_all()
     bench.assert_exact()
@@ -978,7 +978,7 @@ def test_a_snapshot_that_breaks_off_is_not_taken_for_true(kept: int) -> None:
     bench.live(bench.publish())
     bench.wait(2.1)
     assert bench.state is State.REPAIRING
-    assert "no answer to snapshot" in bench.follower.replica.reason
+    assert "no answer to snapshot" in bench.follower.reason
     bench.wait(0.3)
     bench.answer_all()
     bench.assert_exact()
@@ -1010,7 +1010,7 @@ def test_answers_that_never_come_degrade_the_replica_and_live_batches_go_on() ->
     bench.live(bench.publish())
     bench.wait(20)
     assert bench.state is State.DEGRADED
-    assert "no answer to" in bench.follower.replica.reason
+    assert "no answer to" in bench.follower.reason
     before = len(bench.delivered())
     bench.live(bench.publish())
     bench.wait(2.1)
@@ -1038,7 +1038,7 @@ def test_an_error_is_told_and_tried_again() -> None:
     assert request is not None
     bench.follower.end(request, bench.now, "the publisher answered: error: busy")
     bench.take()
-    assert bench.follower.replica.reason == "the publisher answered: error: busy"
+    assert bench.follower.reason == "the publisher answered: error: busy"
     bench.wait(0.3)
     bench.answer_all()
     bench.assert_exact()
@@ -1183,7 +1183,7 @@ def test_a_clear_speaks_of_its_own_rank() -> None:
     bench.live((1, ranked(0, stored([6]))), (2, ranked(1, stored([5]))), (3, ranked(0, AllBlocksCleared())))
     bench.live((4, ranked(0, mark=Mark(9, 1, digest))))
     assert bench.state is State.EXACT
-    assert bench.follower.replica.blocks == 1
+    assert bench.follower.blocks == 1
     assert bench.follower.counters.digest_mismatches == 0
 
 
@@ -1213,7 +1213,7 @@ def test_without_replay_a_clear_before_any_mark_is_no_proof() -> None:
     bench = stock(can_ask=False)
     bench.publish()
     bench.live(bench.publish())
-    assert (bench.state, bench.follower.replica.reason) == (State.DEGRADED, "joined at batch 1")
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "joined at batch 1")
     bench.live(bench.publisher.publish([AllBlocksCleared()]))
     assert bench.state is State.DEGRADED
     bench.publisher.begin()
@@ -1225,7 +1225,7 @@ def test_without_replay_a_clear_is_a_proof_for_a_stock_stream_seen_from_its_firs
     """The first batch of each of our processes has a mark, so number 0 without one is a stock publisher."""
     bench = stock(can_ask=False)
     bench.live(bench.publish())
-    assert bench.follower.replica.kind is Kind.STOCK
+    assert bench.follower.kind is Kind.STOCK
     bench.publish()
     bench.live(bench.publish())
     assert bench.state is State.DEGRADED
@@ -1238,7 +1238,7 @@ def test_without_replay_the_epoch_of_a_restart_is_not_forgotten() -> None:
     bench = ours(can_ask=False)
     bench.live((5, ranked(0, AllBlocksCleared(), mark=Mark(1, 0, 0))), (6, ranked(0, stored([7]))))
     bench.live((7, ranked(0, mark=Mark(2, 1, 9))))  # another process, which holds another block
-    assert (bench.follower.replica.kind, bench.follower.replica.epoch) == (Kind.KVTIER, 2)
+    assert (bench.follower.kind, bench.follower.epoch) == (Kind.KVTIER, 2)
     bench.live((8, ranked(0, BlockRemoved([9], "GPU"), stored([9]))), (9, ranked(0, mark=Mark(3, 0, 0))))
     assert bench.state is not State.EXACT
 
@@ -1266,7 +1266,7 @@ def test_an_answer_of_another_process_is_checked_once_more() -> None:
     assert bench.state is not State.EXACT
     bench.answer_all()
     bench.assert_exact()
-    assert bench.follower.replica.epoch == bench.publisher.epoch
+    assert bench.follower.epoch == bench.publisher.epoch
 
 
 def test_without_replay_a_mark_that_adds_up_proves_the_replica() -> None:
@@ -1276,7 +1276,7 @@ def test_without_replay_a_mark_that_adds_up_proves_the_replica() -> None:
     bench.live(bench.publisher.heartbeat())
     bench.assert_exact()
     bench.wait(6)
-    assert (bench.state, bench.follower.replica.reason) == (State.DEGRADED, "silent for 5 s")
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "silent for 5 s")
     bench.live(bench.publisher.heartbeat())
     bench.assert_exact()
 
@@ -1286,7 +1286,7 @@ def test_without_replay_a_gap_is_a_loss() -> None:
     bench.live(bench.publish(), bench.publisher.heartbeat())
     bench.publish()
     bench.live(bench.publish())
-    assert (bench.state, bench.follower.replica.reason) == (State.DEGRADED, "batches 3 to 3 are missing")
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "batches 3 to 3 are missing")
     assert bench.follower.counters.lost_batches == 1
     bench.live(bench.publisher.heartbeat())
     assert bench.state is State.DEGRADED
@@ -1310,7 +1310,7 @@ def test_without_replay_a_reconnected_stock_stream_is_not_trusted() -> None:
 
 def test_check_finds_a_false_claim() -> None:
     bench = ours()
-    bench.follower.replica.state = State.EXACT
+    bench.follower.state = State.EXACT
     with pytest.raises(IntegrityError, match="says exact"):
         bench.follower.check()
 
@@ -1323,7 +1323,7 @@ def test_no_bytes_raise() -> None:
         payload = bytearray(bench.publisher.answer(b"kvtier:status")[0][1])
         for _ in range(rng.randint(0, 3)):
             payload[rng.randrange(len(payload))] = rng.getrandbits(8)
-        seq = rng.choice((rng.getrandbits(64), rng.randrange(10), bench.follower.replica.position + 1))
+        seq = rng.choice((rng.getrandbits(64), rng.randrange(10), bench.follower.position + 1))
         if rng.random() < 0.5:
             bench.live((max(seq, 0), bytes(payload)))
         elif bench.follower.request is not None:

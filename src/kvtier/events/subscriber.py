@@ -263,20 +263,20 @@ class Subscriber(Generic[B]):
             raise InputError(f"no source is called {name!r}: there are {sorted(self._links)[:20]}") from None
 
     def _status(self, link: Link[B]) -> SourceStatus:
-        follower, replica = link.follower, link.follower.replica
-        at, ts = replica.applied_at, replica.ts
+        follower = link.follower
+        at, ts = follower.applied_at, follower.ts
         return SourceStatus(
             name=link.source.name,
-            state=replica.state,
-            reason=replica.reason,
-            kind=replica.kind,
+            state=follower.state,
+            reason=follower.reason,
+            kind=follower.kind,
             connected=follower.is_connected,
-            epoch=replica.epoch,
-            seq=replica.position,
-            blocks=replica.blocks,
+            epoch=follower.epoch,
+            seq=follower.position,
+            blocks=follower.blocks,
             lag=None if at is None or ts is None else max(0.0, at + self._wall - ts),
             pending=follower.pending,
-            counters=replace(replica.counters),
+            counters=replace(follower.counters),
         )
 
     def _wake(self) -> None:
