@@ -294,7 +294,7 @@ class Case:
             places=random.choice((1, 1, 2, len(PLACES))),
             hashes=random.choice((1, 1, 2, 4)),
             marks=random.choice((0.0, 0.05, 0.2)),
-            clears=random.choice((0.03, 0.12)),
+            clears=random.choice((0.03, 0.12, 0.25)),
             clears_first=random.random() < 0.7,
         )
         self.beats = random.choice((0.0, 0.01, 0.01, 0.05, 0.05, 0.14, 0.14))
@@ -371,9 +371,9 @@ class Case:
 
     def _ambush(self) -> None:
         """Start another process unseen, and let it go on just where its batches would fit in."""
-        newest = self.random.choice(self._last_numbers())
         if self.random.random() < 0.5:
             self._link.clear()
+        newest = self.random.choice(self._last_numbers())
         self.publisher.begin()
         while self.publisher.newest < newest:
             self.publisher.step()
@@ -384,6 +384,8 @@ class Case:
         """Return numbers behind which a batch of another process looks like the next one."""
         if self._replies and self._asked is not None:  # behind the answer that is under way
             return [self._replies[-1][0] - (self._asked.kind is RequestKind.SNAPSHOT)]
+        if self._link and self._asked is not None and self._asked.kind is RequestKind.SNAPSHOT:
+            return [self._link[0][0] - 2]  # its snapshot ends before a batch of the process before it
         numbers = [self.follower.position, self.publisher.newest, self.publisher.newest + 2]
         return numbers + [seq for seq, _ in list(self._link)[-1:]]
 

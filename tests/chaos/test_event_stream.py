@@ -204,10 +204,7 @@ class World:
 
     def has_all(self, client: Client) -> bool:
         """Say whether a client says it is exact, and has the newest batch."""
-        return (
-            client.follower.state is State.EXACT
-            and client.follower.position == self.publisher.newest
-        )
+        return client.follower.state is State.EXACT and client.follower.position == self.publisher.newest
 
 
 @pytest.mark.parametrize(("seed", "encoding"), [(0, "map"), (1, "array"), (2, "map"), (3, "array")])

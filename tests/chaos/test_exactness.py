@@ -37,7 +37,7 @@ from kvtier.events import (
     decode_batch,
 )
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.follow.sums import RankSums
+from kvtier.events.follow.state import RankSums
 from kvtier.events.publisher import ZmqEventPublisher
 
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
@@ -243,7 +243,13 @@ def _nothing_is_torn(patch: pytest.MonkeyPatch) -> None:
 
 
 def _half_an_answer_counts(patch: pytest.MonkeyPatch) -> None:
+    """Trust a state that has arrived in part, before its end and after it was cut off."""
+
+    def stop_asking(self: Follower[Any]) -> None:
+        self.request = None
+
     patch.setattr(Follower, "_is_building", property(lambda self: False))
+    patch.setattr(Follower, "_stop_asking", stop_asking)
 
 
 def _other_incarnations_are_the_same(patch: pytest.MonkeyPatch) -> None:
@@ -261,7 +267,9 @@ def _unread_events_do_not_matter(patch: pytest.MonkeyPatch) -> None:
 
 
 def _live_batches_of_any_epoch_fit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Follower, "_is_linked", property(lambda self: True, lambda self, value: None), raising=False)
+    patch.setattr(
+        Follower, "_is_linked", property(lambda self: True, lambda self, value: None), raising=False
+    )
 
 
 def _snapshots_of_any_epoch_fit(patch: pytest.MonkeyPatch) -> None:
@@ -280,9 +288,9 @@ def _status_of_any_epoch_fits(patch: pytest.MonkeyPatch) -> None:
     end_status = Follower._end_status
 
     def ended(self: Follower[Any], request: Any) -> None:
-        if request.status is not None and self.epoch is not None:
-            seq, mark = request.status
-            request.status = seq, msgspec.structs.replace(mark, epoch=self.epoch)
+        if request.said is not None and self.epoch is not None:
+            seq, mark = request.said
+            request.said = seq, msgspec.structs.replace(mark, epoch=self.epoch)
         end_status(self, request)
 
     patch.setattr(Follower, "_end_status", ended)

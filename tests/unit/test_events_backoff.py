@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kvtier.events.follow.requests import Backoff
 
 from kvtier.events import Limits
-from kvtier.events.follow.requests import Backoff
 
 LIMITS = Limits(backoff=1.0, backoff_max=5.0, tries=3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvtier.events.follow.replica import MAX_RANKS, MarkResult, RankSums, Replica
 from tests.chaos.stream_kit import stored
 
 from kvtier.errors import IntegrityError
@@ -20,7 +21,6 @@ from kvtier.events import (
     frame_batch,
     place_weight,
 )
-from kvtier.events.follow.replica import MAX_RANKS, MarkResult, RankSums, Replica
 
 GPU: Place = ("GPU", 0, "", "")
 ENCODER = EventEncoder()

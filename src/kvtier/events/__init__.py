@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvtier.events.aggregator import KVConnectorKVEvents, KVEventAggregator
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import CurveClient, CurveServer, make_keys
-from kvtier.events.follow.follower import Follower, RequestKind, StreamRequest
+from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import SocketOptions, Source
-
+from kvtier.events.follow.state import RequestKind, StreamRequest
 from kvtier.events.publisher import (
     EventPublisher,
     EventPublisherFactory,

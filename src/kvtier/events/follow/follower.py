@@ -7,17 +7,18 @@ the request that improves it.
 
 The rules are those of a partial resynchronization, as Redis has it:
 
-- **Who speaks.** A live mark names the process (its epoch) that sends the live stream. The stream is *linked*
-  to the replica from then on, up to the next hole in its numbers or cut of its connection; a hole may hide
-  the first mark of another process. The same bytes of one batch, live and in an answer, link it too.
+- **Who speaks.** A live mark names the process (its epoch) that sends the live stream. From then on the
+  stream is *linked* to the replica, up to the next hole in its numbers or cut of its connection: the first
+  mark of another process may have been lost there. A batch that has the same bytes live and in an answer
+  links the stream too.
 - **Full resynchronization.** A snapshot is requested when the live stream is linked, and accepted only with
-  that epoch. If it is older than the live stream, what is missing is replayed. A publisher that sends no
-  marks for a while names its epoch in answer to a status request instead.
-- **Partial resynchronization.** A gap is replayed, beginning with the batch that we hold last. The same bytes
-  prove that the same process answers; so does a mark of its epoch in the answer, or a batch that a linked
-  stream has brought. If nothing proves it, the next live mark or a status request does.
-- **Stock publishers** (vLLM's own, SGLang's) have numbers and a buffer but no marks and no snapshots. They are
-  joined from the first batch that they still have. Other bytes than those we hold mean another process.
+  that epoch. If it is older than the live stream, the batches in between are replayed. A publisher that
+  sends no marks for a while names its epoch in the answer to a status request instead.
+- **Partial resynchronization.** A gap is replayed, beginning with the batch that we hold last; other bytes
+  mean that the replay does not continue the replica. The replica stays in doubt until a mark names the
+  process that has answered: one in the answer, the next live one, or the answer to a status request.
+- **Stock publishers** (vLLM's own, SGLang's) have numbers and a buffer, but no marks and no snapshots. They
+  are joined from the first batch that they still have. The same bytes prove that the same process answers.
 
 Guarantees: no batch is delivered twice; batches of one process are delivered in order, with a gap only if it
 could not be filled (then the state is not exact); memory is bounded by `Limits`; no payload raises. Not for
@@ -26,15 +27,12 @@ several threads at once.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Generic, TypeVar
 
 from kvtier.errors import IntegrityError
-from kvtier.events.follow.sums import RankSums
-from kvtier.events.frames import END_SEQ, SNAPSHOT, STATUS, replay_request
+from kvtier.events.follow.state import Backoff, PendingBatches, RankSums, RequestKind, StreamRequest
+from kvtier.events.frames import END_SEQ
 from kvtier.events.types import Mark
 from kvtier.events.updates import Counters, Kind, Limits, Received, Reset, State, StateChanged, Update
 from kvtier.events.wire import Batch
@@ -43,156 +41,6 @@ B = TypeVar("B", bound=Batch)
 
 _FAR = 10_000
 """A gap of more batches than this is closed with a snapshot."""
-
-
-class RequestKind(StrEnum):
-    """The kind of a request to a publisher."""
-
-    STATUS = "status"  # which process are you, and what is your newest batch
-    SNAPSHOT = "snapshot"  # everything you hold
-    REPLAY = "replay"  # batches from a number on, to close a gap
-    HISTORY = "history"  # batches from 0 on, to rebuild the replica
-
-
-@dataclass(slots=True, eq=False)
-class StreamRequest:
-    """An open request, and how far its answer has come."""
-
-    kind: RequestKind
-    data: bytes
-    start: int = 0  # the first batch that is asked for
-    held: int = -1  # the batch that the replica held last at the time of the request,
-    proof: bytes | None = None  # and its bytes, if they are known: the answer must have the same
-    replies: int = 0
-    applied: int = 0  # how many replies have changed the replica
-    is_continued: bool = False  # the answer has the same bytes,
-    is_named: bool = False  # and a mark of the process that is followed
-    status: tuple[int, Mark] | None = None  # the answer to a status request
-
-    @classmethod
-    def status_of_publisher(cls) -> StreamRequest:
-        """Ask for the publisher's epoch and newest batch. A stock publisher sends an empty answer."""
-        return cls(RequestKind.STATUS, STATUS)
-
-    @classmethod
-    def snapshot(cls) -> StreamRequest:
-        """Ask for everything that the publisher holds."""
-        return cls(RequestKind.SNAPSHOT, SNAPSHOT)
-
-    @classmethod
-    def history(cls) -> StreamRequest:
-        """Ask for everything that was ever published."""
-        return cls(RequestKind.HISTORY, replay_request(0))
-
-    @classmethod
-    def replay(cls, start: int, held: int, proof: bytes | None) -> StreamRequest:
-        """Ask for the batches from `start` on, to go on after batch `held`."""
-        return cls(RequestKind.REPLAY, replay_request(start), start, held, proof)
-
-
-class Backoff:
-    """The time before which no request is sent, if any, and the failures that caused it."""
-
-    def __init__(self, limits: Limits, now: float) -> None:
-        self.until: float | None = None
-        self._limits = limits
-        self._failures = 0
-        self._mismatches = 0
-        self._reset_at = now - limits.backoff
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether no request may be sent now."""
-        return self.until is not None
-
-    @property
-    def other_way(self) -> bool:
-        """Whether to send a different request than the last one, which is so on every second attempt."""
-        return self._failures % 2 == 1
-
-    def after_failure(self, now: float) -> bool:
-        """Wait after a failed request; return whether there were too many failures."""
-        self._failures += 1
-        return self._begin(self._failures, now)
-
-    def after_mismatch(self, now: float) -> bool:
-        """Wait if the replica was disproved too often in a row; return whether it was."""
-        self._mismatches += 1
-        return self._mismatches >= self._limits.tries and self._begin(self._mismatches, now)
-
-    def after_reset(self, now: float) -> None:
-        """Wait if the last reset was just before; a single restart needs no back-off."""
-        is_flapping = now < self._reset_at + self._limits.backoff
-        self.until = now + self._limits.backoff if is_flapping else None
-        self._reset_at = now
-
-    def _begin(self, times: int, now: float) -> bool:
-        delay = self._limits.backoff * 2 ** min(times - 1, 16)
-        self.until = now + min(delay, self._limits.backoff_max)
-        return times >= self._limits.tries
-
-    def tick(self, now: float) -> None:
-        """End the wait if its time has come."""
-        if self.until is not None and now >= self.until:
-            self.until = None
-
-    def end(self) -> None:
-        """End the wait and forget the failures."""
-        self._failures, self.until = 0, None
-
-    def forget_mismatches(self) -> None:
-        """Begin to count mismatches anew, because the replica was confirmed."""
-        self._mismatches = 0
-
-
-class PendingBatches:
-    """The newest part of the live stream that is not applied yet: consecutive numbers, bounded.
-
-    If it is full, all are dropped but the new one, and a replay brings them again.
-    """
-
-    def __init__(self, max_batches: int, max_bytes: int) -> None:
-        self.overflows = 0
-        self._max_batches = max_batches
-        self._max_bytes = max_bytes
-        self._queue: deque[tuple[int, bytes]] = deque()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    @property
-    def first(self) -> tuple[int, bytes]:
-        """The oldest batch."""
-        return self._queue[0]
-
-    def push(self, seq: int, payload: bytes) -> None:
-        """Keep a batch, unless it is larger than the whole queue may be."""
-        if self._queue and self._queue[-1][0] != seq - 1:
-            self.clear()
-        if len(self._queue) >= self._max_batches or self._bytes + len(payload) > self._max_bytes:
-            self.overflows += 1
-            self.clear()
-        if len(payload) <= self._max_bytes:
-            self._queue.append((seq, payload))
-            self._bytes += len(payload)
-
-    def pop(self) -> None:
-        """Drop the oldest batch."""
-        self._bytes -= len(self._queue.popleft()[1])
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._queue.clear()
-        self._bytes = 0
-
-    def check(self) -> None:
-        """Raise `IntegrityError` unless numbers are consecutive and the bytes are counted right."""
-        numbers = [seq for seq, _ in self._queue]
-        if numbers and numbers != list(range(numbers[0], numbers[-1] + 1)):
-            raise IntegrityError(f"pending batches are out of order: {numbers[:20]}")
-        if self._bytes != sum(len(payload) for _, payload in self._queue):
-            raise IntegrityError(f"pending batches: {self._bytes} bytes by the count, which is wrong")
 
 
 class Follower(Generic[B]):
@@ -604,7 +452,7 @@ class Follower(Generic[B]):
         self.sums = RankSums()
 
     def _restart(self, problem: str) -> None:
-        """Drop the replica, all knowledge of the process, and the open request: another process is active."""
+        """Drop the replica, the open request, and all knowledge of the process: another one is active."""
         self._problem = problem
         self.counters.restarts += 1
         self._forget()
@@ -618,16 +466,16 @@ class Follower(Generic[B]):
     def _take_status(self, request: StreamRequest, seq: int, payload: bytes) -> None:
         batch = self._read(payload)
         if batch is not None and batch.mark is not None:
-            request.status = seq, batch.mark
+            request.said = seq, batch.mark
 
     def _end_status(self, request: StreamRequest) -> None:
         """Learn the kind of the publisher; if it is known, check its epoch and its newest batch."""
-        if request.status is None:
+        if request.said is None:
             if self.kind is Kind.KVTIER:
                 self._restart("another publisher answers")
             self.kind = Kind.STOCK
             return
-        newest, mark = request.status
+        newest, mark = request.said
         self._follow_epoch(mark.epoch)
         if not self._is_whole:
             if self._now >= self._mark_by:
@@ -688,7 +536,8 @@ class Follower(Generic[B]):
         if batch is not None and batch.mark is not None:
             if self.kind is not Kind.KVTIER or batch.mark.epoch != self.epoch:
                 self._stop_asking()
-                self._follow_epoch(batch.mark.epoch)  # it may not be the latest: a live mark or status will show
+                self.sums.add_loss()
+                self._follow_epoch(batch.mark.epoch)
                 return
             request.is_named = True
         request.applied += 1
@@ -810,11 +659,19 @@ class Follower(Generic[B]):
     def _stop_asking(self) -> None:
         """Drop the open request. What it has brought stays, as a loss unless it was in order."""
         request, self.request = self.request, None
-        if request is not None and request.applied and not request.is_continued and self.kind is not Kind.STOCK:
+        if (
+            request is not None
+            and request.applied
+            and not request.is_continued
+            and self.kind is not Kind.STOCK
+        ):
             self.sums.add_loss()
 
     def _fail(self, problem: str) -> None:
-        """Give up a request: try again after a back-off; after many failures, continue with the live stream."""
+        """Give up a request, and try again after a back-off.
+
+        After many failures the live stream is followed without answers.
+        """
         self._problem = problem
         self._stop_asking()
         self._is_doubted = True
@@ -857,14 +714,14 @@ class Follower(Generic[B]):
     def _next_request(self) -> StreamRequest | None:
         """Return the request that brings the replica closer to exact, if there is one."""
         if self.kind is None:
-            return StreamRequest.history() if self._backoff.other_way else StreamRequest.status_of_publisher()
+            return StreamRequest.history() if self._backoff.other_way else StreamRequest.status()
         is_ours = self.kind is Kind.KVTIER
         if is_ours and self._newest > self.position + _FAR:
             self.sums.add_loss()
         if not (self._is_whole or self._is_exhausted):
             return self._first_request() if is_ours else StreamRequest.history()
         if self._is_doubted and is_ours:
-            return StreamRequest.status_of_publisher()
+            return StreamRequest.status()
         if self._grace_until > self._now or not (self._is_doubted or self._is_behind):
             return None
         return self._catch_up()
@@ -873,7 +730,7 @@ class Follower(Generic[B]):
         """Return the request for a whole replica: a snapshot, once it is known who sends the live stream."""
         if self._is_linked:
             return StreamRequest.snapshot()
-        return StreamRequest.status_of_publisher() if self._now >= self._mark_by else None
+        return StreamRequest.status() if self._now >= self._mark_by else None
 
     def _catch_up(self) -> StreamRequest:
         """Return the request for the batches after the last one, with that one as a proof if it is known."""
@@ -907,7 +764,7 @@ class Follower(Generic[B]):
             return
         if self._can_ask:
             is_stock = self.kind is Kind.STOCK
-            self._start(self._catch_up() if is_stock else StreamRequest.status_of_publisher())
+            self._start(self._catch_up() if is_stock else StreamRequest.status())
         elif self.kind is Kind.KVTIER:
             self._is_doubted = True
             self._problem = f"silent for {self._limits.probe_interval:g} s"

@@ -16,7 +16,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvtier.errors import InputError, OutsideError
 from kvtier.events.curve import CurveClient
-from kvtier.events.follow.follower import Follower, StreamRequest
+from kvtier.events.follow.follower import Follower
+from kvtier.events.follow.state import StreamRequest
 from kvtier.events.frames import END_SEQ, read_live, read_reply, reply_topic
 from kvtier.events.publish.endpoints import expect_port
 from kvtier.events.wire import Batch
