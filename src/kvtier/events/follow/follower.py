@@ -693,8 +693,9 @@ class Follower(Generic[B]):
     def _settle(self) -> None:
         """Report the state of the replica, and start the request that improves it."""
         if self._is_exact:
-            self._backoff.end()
-            self._set_state(State.EXACT, "")
+            if self.state is not State.EXACT:
+                self._backoff.end()
+                self._set_state(State.EXACT, "")
             return
         if self.state is not State.DEGRADED:
             self._set_state(State.REPAIRING, self._problem)
