@@ -13,23 +13,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtier.events.wire import Batch
 
-__all__ = [
-    "Counters",
-    "Kind",
-    "Limits",
-    "Received",
-    "Reset",
-    "SourceStatus",
-    "State",
-    "StateChanged",
-    "Update",
-]
-
 B = TypeVar("B", bound=Batch)
 
 
 class State(StrEnum):
-    """How far a replica of a publisher can be trusted."""
+    """How good the replica of a publisher is."""
 
     EXACT = "exact"  # the replica is what the publisher held at `seq`
     REPAIRING = "repairing"  # something is missing or in doubt, and is being fetched
@@ -75,7 +63,10 @@ class Limits:
     reply_timeout: float = 2.0
     """How long a replay may be silent."""
     probe_interval: float = 5.0
-    """How long the live stream may be silent before the publisher is asked for its status."""
+    """How long the live stream may be silent before the publisher is asked for its status.
+
+    A follower that waits for a live mark asks after the same time.
+    """
     catch_up_delay: float = 0.25
     """How long announced batches may take to arrive before they are requested."""
     tries: int = 3

@@ -1,4 +1,4 @@
-"""Follows one publisher: owns the replica that the consumer has, and decides what to ask for.
+"""Follows one publisher: owns the replica that the consumer has, and decides what to request.
 
 A follower has no socket and no clock. The caller puts in events (`live`, `reply`, `end`, `connected`,
 `disconnected`, `tick`) with their time, and takes out `take_updates()`, the wanted request (`request`) and
@@ -255,7 +255,7 @@ class Follower(Generic[B]):
             self._is_linked = True
 
     def _unlink(self) -> None:
-        """Stop to trust the live stream: a batch is missing that may be the first of another process."""
+        """Stop trusting the live stream: a batch is missing that may be the first of another process."""
         self._is_linked = False
         self._pending.clear()
 
@@ -657,14 +657,11 @@ class Follower(Generic[B]):
             self.kind = None  # another publisher may have come
 
     def _stop_asking(self) -> None:
-        """Drop the open request. What it has brought stays, as a loss unless it was in order."""
+        """Drop the open request. If it brought batches that do not continue the replica, that is a loss."""
         request, self.request = self.request, None
-        if (
-            request is not None
-            and request.applied
-            and not request.is_continued
-            and self.kind is not Kind.STOCK
-        ):
+        if request is None or not request.applied:
+            return
+        if not request.is_continued and self.kind is not Kind.STOCK:
             self.sums.add_loss()
 
     def _fail(self, problem: str) -> None:
