@@ -646,7 +646,7 @@ def test_a_publisher_of_ours_without_heartbeats_is_joined_and_its_live_batches_a
     bench.publish(3)
     bench.follower.connected(bench.now)
     assert bench.answer_all() == [RequestKind.STATUS]
-    bench.wait(LIMITS.probe_interval - 0.1)
+    bench.wait(LIMITS.reply_timeout - 0.1)
     bench.live(bench.publish())
     assert bench.follower.request is None
     bench.wait(0.2)
@@ -666,7 +666,8 @@ def test_batches_that_came_before_the_first_mark_are_not_applied() -> None:
     """They may be of an earlier process, though they go on where the snapshot of the later one ends."""
     bench = ours()
     bench.follower.connected(bench.now)
-    bench.wait(LIMITS.probe_interval + 0.1)
+    bench.answer_all()
+    bench.wait(LIMITS.reply_timeout + 0.1)
     bench.answer_all()
     foreign = frame_batch(0.0, [ENCODER.event(stored([77]))], 0)
     bench.follower.live(bench.publisher.newest + 1, foreign, bench.now)

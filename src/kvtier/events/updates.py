@@ -61,12 +61,9 @@ class Limits:
     """How long a follower waits, and how much it holds. Times are seconds."""
 
     reply_timeout: float = 2.0
-    """How long a replay may be silent."""
+    """How long an answer may be silent, and how long a live mark is awaited before a status request."""
     probe_interval: float = 5.0
-    """How long the live stream may be silent before the publisher is asked for its status.
-
-    A follower that waits for a live mark asks after the same time.
-    """
+    """How long the live stream may be silent before the publisher is asked for its status."""
     catch_up_delay: float = 0.25
     """How long announced batches may take to arrive before they are requested."""
     tries: int = 3

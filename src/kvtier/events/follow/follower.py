@@ -754,7 +754,7 @@ class Follower(Generic[B]):
     @property
     def _mark_by(self) -> float:
         """Until when a live mark is awaited, before a status request has to do."""
-        return self._marked_at + self._limits.probe_interval
+        return self._marked_at + self._limits.reply_timeout
 
     def _probe(self) -> None:
         """Ask a silent publisher whether there is more; doubt one that cannot be asked but sends marks."""
