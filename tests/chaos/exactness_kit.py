@@ -1,4 +1,4 @@
-"""A naive publisher of several ranks, links that lose what hurts most, and a consumer to hold to the truth.
+"""A naive publisher of several ranks, links that lose the worst batches, and a consumer to check.
 
 Everything is drawn from a seed. Blocks are few and come and go, so that losses often cancel in the sums; a
 `Nemesis` loses batches so that they do. Everything here has a clock of its own and no sockets.
@@ -243,7 +243,7 @@ class Nemesis:
         self._lost: Counter[int] = Counter()
 
     def loses(self, payload: bytes) -> bool:
-        """Say whether this batch is lost."""
+        """Return whether this batch is lost."""
         if not self.is_at_work:
             return False
         change = _weights(payload)

@@ -203,7 +203,7 @@ class World:
                     assert epoch >= client.heard.marked_epoch
 
     def has_all(self, client: Client) -> bool:
-        """Say whether a client says it is exact, and has the newest batch."""
+        """Return whether a client claims to be exact, and has the newest batch."""
         return client.follower.state is State.EXACT and client.follower.position == self.publisher.newest
 
 

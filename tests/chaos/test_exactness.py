@@ -51,7 +51,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_what_is_called_exact_is_what_the_publisher_holds(part: int) -> None:
+def test_exact_replicas_are_what_the_publisher_holds(part: int) -> None:
     claims = 0
     for seed in range(FIRST + part, FIRST + NUM_SEEDS, PARTS):
         case = Case(seed)
@@ -61,7 +61,7 @@ def test_what_is_called_exact_is_what_the_publisher_holds(part: int) -> None:
 
 
 @pytest.mark.parametrize(("form", "keys"), FORMS)
-def test_an_index_fed_by_it_holds_the_same(form: str, keys: str) -> None:
+def test_an_index_fed_by_a_follower_holds_the_same(form: str, keys: str) -> None:
     """The index of a schedule and one that was filled with nothing but the truth say the same."""
     for seed in range(FIRST, FIRST + NUM_SEEDS, 40):
         case = Case(seed)
@@ -103,17 +103,17 @@ class AimedLink(LossyLink):
 
 
 class Party:
-    """A subscriber behind the link, what it was told, and an index that is fed with the same."""
+    """A subscriber behind the link, what it holds, and an index that is fed with the same updates."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
         self.subscriber: Subscriber[DecodedBatch] = Subscriber(
             [Source("p", endpoint, replay_endpoint)], limits=QUICK
         )
-        self.told, self.index = Holdings(), FedIndex("python", "engine")
+        self.holdings, self.index = Holdings(), FedIndex("python", "engine")
 
     def serve(self) -> None:
         updates = self.subscriber.poll(0.005)
-        self.told.follow(updates)
+        self.holdings.follow(updates)
         self.index.follow(updates)
 
     @property
@@ -123,11 +123,11 @@ class Party:
     def has_truth(self, truth: Blocks) -> bool:
         true = FedIndex("python", "engine")
         true.fill(truth, self.index.heard)
-        return self.told.held == truth and self.index.claims() == true.claims()
+        return self.holdings.held == truth and self.index.claims() == true.claims()
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(FIRST, 1), (FIRST + 1, 1), (FIRST + 2, 2), (FIRST + 3, 3)])
-def test_over_real_sockets_what_is_called_exact_is_what_the_publisher_holds(seed: int, ranks: int) -> None:
+def test_over_real_sockets_exact_replicas_are_what_the_publisher_holds(seed: int, ranks: int) -> None:
     """Of three subscribers one can ask, one asks and is never answered, and one cannot ask.
 
     All ranks speak through one publisher, and hold the same few blocks: losses cancel across ranks too.
@@ -448,7 +448,7 @@ CONTROL_SEEDS = 500
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_without_each_rule_something_is_called_exact_that_is_not(
+def test_without_each_rule_a_wrong_replica_is_called_exact(
     control: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control(monkeypatch)

@@ -1,4 +1,4 @@
-"""Every way in which a stream can go wrong, one at a time: what the follower asks, delivers and says."""
+"""Every way in which a stream can go wrong, one at a time: what a follower then requests and delivers."""
 
 from __future__ import annotations
 
@@ -511,10 +511,10 @@ def test_a_replay_that_ends_too_early_is_tried_again_and_then_given_up() -> None
 
 def assert_forgotten(updates: list[object]) -> None:
     """Who applies updates in order holds nothing and calls it exact at no moment."""
-    told, reset = updates[-2:]
+    changed, reset = updates[-2:]
     assert isinstance(reset, Reset)
-    assert isinstance(told, StateChanged)
-    assert told.state is State.REPAIRING
+    assert isinstance(changed, StateChanged)
+    assert changed.state is State.REPAIRING
 
 
 @pytest.mark.parametrize("make", [ours, stock])
@@ -1028,7 +1028,7 @@ def test_a_replica_that_is_disproved_is_replaced() -> None:
     bench.assert_exact()
 
 
-def test_a_replica_that_is_disproved_again_and_again_is_degraded_with_growing_pauses() -> None:
+def test_a_replica_that_is_disproved_again_and_again_is_degraded_with_growing_backoff() -> None:
     bench = ours()
     bench.join()
     snapshots = 0
@@ -1122,7 +1122,7 @@ def test_answers_that_never_come_degrade_the_replica_and_live_batches_go_on() ->
     bench.assert_exact()
 
 
-def test_the_pauses_between_requests_grow_up_to_their_bound() -> None:
+def test_the_backoff_between_requests_grows_up_to_its_bound() -> None:
     bench = ours()
     bench.follower.connected(bench.now)
     bench.wait(120)
