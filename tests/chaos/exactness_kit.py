@@ -138,6 +138,7 @@ class RankedPublisher:
         self._ring: deque[Message] = deque(maxlen=ring)
         self._places, self._hashes = PLACES[:places], HASHES[:hashes]
         self._heard: set[int] = set()
+        self._shared: tuple[int, int, list[bytes]] = (0, -1, [])  # the epoch and number of a snapshot
         self.begin()
 
     def begin(self, *, keeps_sequence: bool = False) -> Message | None:
@@ -213,7 +214,10 @@ class RankedPublisher:
         if not self.is_stock and request == b"kvtier:status":
             return [(self.newest, self._frame(0, [], is_marked=True))]
         if not self.is_stock and request == b"snapshot":
-            return [(self.newest + 1, part) for part in self._snapshot()]
+            epoch, newest, parts = self._shared
+            if epoch != self.epoch or not self._continues(newest) or self.random.random() < 0.5:
+                self._shared = _, newest, parts = self.epoch, self.newest, self._snapshot()
+            return [(newest + 1, part) for part in parts]
         start = int.from_bytes(request, "big")
         if start > self.newest or self.is_stock or (self._ring and self._ring[0][0] <= start):
             return [(seq, payload) for seq, payload in self._ring if seq >= start]
@@ -222,6 +226,10 @@ class RankedPublisher:
             parts = self._snapshot(is_dense=True)
         parts += [self._frame(0, [], is_marked=False)] * (count - len(parts))
         return [(min(start + at, self.newest), part) for at, part in enumerate(parts)]
+
+    def _continues(self, newest: int) -> bool:
+        """Return whether the ring has every batch after a snapshot, so that others may have it too."""
+        return newest == self.newest or (bool(self._ring) and self._ring[0][0] <= newest + 1)
 
     def _snapshot(self, *, is_dense: bool = False) -> list[bytes]:
         parts: list[tuple[int, list[KVEvent]]] = []

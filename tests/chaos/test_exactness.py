@@ -404,6 +404,18 @@ def _snapshots_in_parts_fit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Follower, "_end_snapshot", end_snapshot)
 
 
+def _old_snapshots_fit(patch: pytest.MonkeyPatch) -> None:
+    """Accept a snapshot that is older than the live stream as the present state."""
+    end_snapshot = Follower._end_snapshot
+
+    def ended(self: Follower[Any], request: Any) -> None:
+        self._pending.clear()
+        end_snapshot(self, request)
+        self._newest = self.position
+
+    patch.setattr(Follower, "_end_snapshot", ended)
+
+
 def _first_batches_have_no_mark(patch: pytest.MonkeyPatch) -> None:
     """Let a process begin without a mark, as no publisher of ours may."""
     send = RankedPublisher.send
@@ -441,6 +453,7 @@ CONTROLS: tuple[Patch, ...] = (
     _reconnected_publishers_are_stock_ones,
     _waiting_batches_do_not_matter,
     _snapshots_in_parts_fit,
+    _old_snapshots_fit,
     _first_batches_have_no_mark,
 )
 """Each takes one rule away, of the follower or of the publisher."""

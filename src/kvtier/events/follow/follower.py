@@ -479,6 +479,7 @@ class Follower(Generic[B]):
         self._follow_epoch(mark.epoch)
         if not self._is_whole:
             if self._now >= self._mark_by:
+                self._newest = max(self._newest, newest)
                 self._start(StreamRequest.snapshot())
             return
         self._is_doubted = False
