@@ -364,6 +364,8 @@ class Case:
             self.publisher.sent_by[damaged] = self.publisher.sent_by[message[1]]
             message = message[0], damaged
         self._link.append(message)
+        if self.nemesis.is_at_work and self.random.random() < self.damage:
+            self._link.append(message)  # twice
 
     def _restart(self) -> None:
         is_seen = self.is_stock or self.random.random() < 0.5
@@ -449,11 +451,15 @@ class Case:
             self.follower.end(self._asked, self.now, self._ending)
 
     def _answer(self, request: bytes) -> tuple[deque[Message], str]:
-        """Return an answer and how it ends: well, refused, cut off, or with a part of it lost on the way."""
+        """Return an answer and how it ends: well, refused, cut off, or with a part lost or damaged."""
         replies = deque(self.publisher.answer(request))
         if not self.nemesis.is_at_work or self.random.random() >= self.trouble:
             return replies, ""
         dice = self.random.random()
+        if replies and self.random.random() < self.damage:
+            at = self.random.randrange(len(replies))
+            replies[at] = replies[at][0], _damaged(replies[at][1])
+            return replies, ""
         if dice < 0.3:
             return deque(), "error: refused"
         if dice < 0.6:

@@ -301,10 +301,14 @@ class Heard:
         self.seq = -1  # its number; -1 since the connection was made
         self.is_hidden = False  # nothing shows yet that `epoch` is not the epoch before it
         self.answers: list[bytes] = []  # the batches of an answer that has not ended
+        self._last = b""
         self._is_nameless = False  # no mark can tell: the epoch before it was never named
 
     def live(self, seq: int, payload: bytes, epoch: int) -> None:
-        """Record a live batch of a process."""
+        """Record a live batch of a process; the same batch again says nothing."""
+        if payload == self._last and seq == self.seq:
+            return
+        self._last = payload
         is_in_line, is_other = seq == self.seq + 1 and self.seq >= 0, epoch != self.epoch
         was_named = self.marked_epoch >= self.epoch
         is_marked = self._record_mark(payload)
