@@ -1,4 +1,4 @@
-"""A naive publisher of several ranks, links that lose what hurts most, and a consumer to hold to the truth.
+"""A naive publisher of several ranks, links that lose the worst batches, and a consumer to check.
 
 Everything is drawn from a seed. Blocks are few and come and go, so that losses often cancel in the sums; a
 `Nemesis` loses batches so that they do. Everything here has a clock of its own and no sockets.
@@ -138,6 +138,7 @@ class RankedPublisher:
         self._ring: deque[Message] = deque(maxlen=ring)
         self._places, self._hashes = PLACES[:places], HASHES[:hashes]
         self._heard: set[int] = set()
+        self._shared: tuple[int, int, list[bytes]] = (0, -1, [])  # the epoch and number of a snapshot
         self.begin()
 
     def begin(self, *, keeps_sequence: bool = False) -> Message | None:
@@ -213,7 +214,10 @@ class RankedPublisher:
         if not self.is_stock and request == b"kvtier:status":
             return [(self.newest, self._frame(0, [], is_marked=True))]
         if not self.is_stock and request == b"snapshot":
-            return [(self.newest + 1, part) for part in self._snapshot()]
+            epoch, newest, parts = self._shared
+            if epoch != self.epoch or not self._continues(newest) or self.random.random() < 0.5:
+                self._shared = _, newest, parts = self.epoch, self.newest, self._snapshot()
+            return [(newest + 1, part) for part in parts]
         start = int.from_bytes(request, "big")
         if start > self.newest or self.is_stock or (self._ring and self._ring[0][0] <= start):
             return [(seq, payload) for seq, payload in self._ring if seq >= start]
@@ -222,6 +226,10 @@ class RankedPublisher:
             parts = self._snapshot(is_dense=True)
         parts += [self._frame(0, [], is_marked=False)] * (count - len(parts))
         return [(min(start + at, self.newest), part) for at, part in enumerate(parts)]
+
+    def _continues(self, newest: int) -> bool:
+        """Return whether the ring has every batch after a snapshot, so that others may have it too."""
+        return newest == self.newest or (bool(self._ring) and self._ring[0][0] <= newest + 1)
 
     def _snapshot(self, *, is_dense: bool = False) -> list[bytes]:
         parts: list[tuple[int, list[KVEvent]]] = []
@@ -243,7 +251,7 @@ class Nemesis:
         self._lost: Counter[int] = Counter()
 
     def loses(self, payload: bytes) -> bool:
-        """Say whether this batch is lost."""
+        """Return whether this batch is lost."""
         if not self.is_at_work:
             return False
         change = _weights(payload)
@@ -288,16 +296,17 @@ class Case:
         self.ring = random.choice((1, 4, 20, 100_000))
         self.publisher = RankedPublisher(
             random,
-            ranks=1 if self.is_stock else random.choice((1, 1, 2, 3)),
+            ranks=1 if self.is_stock else random.choice((1, 2, 2, 3)),
             ring=self.ring,
             is_stock=self.is_stock,
             places=random.choice((1, 1, 2, len(PLACES))),
             hashes=random.choice((1, 1, 2, 4)),
             marks=random.choice((0.0, 0.05, 0.2)),
-            clears=random.choice((0.03, 0.12)),
+            clears=random.choice((0.03, 0.12, 0.25)),
             clears_first=random.random() < 0.7,
         )
-        self.beats = random.choice((0.01, 0.05, 0.14))
+        self.beats = random.choice((0.0, 0.01, 0.01, 0.05, 0.05, 0.14, 0.14))
+        self.cuts = random.choice((0.04, 0.04, 0.04, 0.12))
         tiny = Limits(pending_batches=3, pending_bytes=400, probe_interval=2.0, backoff=0.1, backoff_max=0.5)
         roomy = Limits(probe_interval=2.0, backoff=0.1, backoff_max=0.5)
         limits = random.choice((tiny, roomy))
@@ -338,11 +347,11 @@ class Case:
             self._ambush()
         elif dice < self.restarts:
             self._restart()
-        elif dice < 0.04:
+        elif dice < self.cuts:
             self._reconnect()
-        elif dice < 0.06 and not self.is_stock:
+        elif dice < self.cuts + 0.02 and not self.is_stock:
             publisher.overflow()
-        elif dice < 0.06 + self.beats:
+        elif dice < self.cuts + 0.02 + self.beats:
             self._send(publisher.heartbeat())
         else:
             self._send(publisher.step())
@@ -355,26 +364,31 @@ class Case:
             self.publisher.sent_by[damaged] = self.publisher.sent_by[message[1]]
             message = message[0], damaged
         self._link.append(message)
+        if self.nemesis.is_at_work and self.random.random() < self.damage:
+            self._link.append(message)  # twice
 
     def _restart(self) -> None:
         is_seen = self.is_stock or self.random.random() < 0.5
         hello = self.publisher.begin(keeps_sequence=not self.is_stock and self.random.random() < 0.6)
         if self.random.random() < 0.4:  # it may come to where the old one was, unheard
-            while self.publisher.newest < self.follower.replica.position:
+            while self.publisher.newest < self.follower.position:
                 hello = self.publisher.step()
-            hello = None if self.publisher.newest == self.follower.replica.position else hello
+            hello = None if self.publisher.newest == self.follower.position else hello
         if is_seen:
             self._reconnect(is_cut=True)
-        self._send(hello)
+        if self.random.random() < 0.4:  # else it is lost, and nothing live tells of the restart yet
+            self._send(hello)
 
     def _ambush(self) -> None:
         """Start another process unseen, and let it go on just where its batches would fit in."""
-        newest = self.random.choice(self._last_numbers())
         if self.random.random() < 0.5:
             self._link.clear()
+        newest = self.random.choice(self._last_numbers())
         self.publisher.begin()
         while self.publisher.newest < newest:
             self.publisher.step()
+        if self._asked is not None and self._asked.kind is RequestKind.STATUS:
+            return  # only the answer tells
         rank = self.random.randrange(self.publisher.ranks)
         self._link.append(self.publisher.send(rank, self.publisher.change(rank), is_marked=False))
 
@@ -382,7 +396,9 @@ class Case:
         """Return numbers behind which a batch of another process looks like the next one."""
         if self._replies and self._asked is not None:  # behind the answer that is under way
             return [self._replies[-1][0] - (self._asked.kind is RequestKind.SNAPSHOT)]
-        numbers = [self.follower.replica.position, self.publisher.newest, self.publisher.newest + 2]
+        if self._link and self._asked is not None and self._asked.kind is RequestKind.SNAPSHOT:
+            return [self._link[0][0] - 2]  # its snapshot ends before a batch of the process before it
+        numbers = [self.follower.position, self.publisher.newest, self.publisher.newest + 2]
         return numbers + [seq for seq, _ in list(self._link)[-1:]]
 
     def _reconnect(self, *, is_cut: bool = False) -> None:
@@ -437,11 +453,15 @@ class Case:
             self.follower.end(self._asked, self.now, self._ending)
 
     def _answer(self, request: bytes) -> tuple[deque[Message], str]:
-        """Return an answer and how it ends: well, refused, cut off, or with a part of it lost on the way."""
+        """Return an answer and how it ends: well, refused, cut off, or with a part lost or damaged."""
         replies = deque(self.publisher.answer(request))
         if not self.nemesis.is_at_work or self.random.random() >= self.trouble:
             return replies, ""
         dice = self.random.random()
+        if replies and self.random.random() < self.damage:
+            at = self.random.randrange(len(replies))
+            replies[at] = replies[at][0], _damaged(replies[at][1])
+            return replies, ""
         if dice < 0.3:
             return deque(), "error: refused"
         if dice < 0.6:
@@ -457,7 +477,7 @@ class Case:
 
         No later process has spoken, and no later batch has come, unless it still waits.
         """
-        replica, heard = self.follower.replica, self.heard
+        replica, heard = self.follower, self.heard
         if replica.state is not State.EXACT or heard.excuses(replica.epoch):
             return
         self.claims += 1
@@ -472,15 +492,15 @@ class Case:
 
     @property
     def _wrong(self) -> tuple[int, int, str]:
-        return self.seed, self.follower.replica.position, "called exact and is not"
+        return self.seed, self.follower.position, "called exact and is not"
 
     def _calm_down(self) -> None:
         self.nemesis.is_at_work = False
         until = self.now + 40.0
         while not self._is_done():
-            assert self.now < until, (self.seed, self.follower.replica.state, self.follower.replica.reason)
-            if int(self.now) != int(self.now + 0.1):
-                self._send(self.publisher.heartbeat())
+            assert self.now < until, (self.seed, self.follower.state, self.follower.reason)
+            if int(self.now) != int(self.now + 0.1) and (self.beats or not self.can_ask):
+                self._send(self.publisher.heartbeat())  # without heartbeats, requests must do
             if int(self.now / 10) != int(self.now / 10 + 0.01):
                 self._help()
             self.now += 0.1
@@ -500,11 +520,11 @@ class Case:
                 self._send(self.publisher.clear(rank))
 
     def _is_done(self) -> bool:
-        is_of_it = self.is_stock or self.follower.replica.epoch == self.publisher.epoch
+        is_of_it = self.is_stock or self.follower.epoch == self.publisher.epoch
         return (
             is_of_it
-            and self.follower.replica.state is State.EXACT
-            and self.follower.replica.position == self.publisher.newest
+            and self.follower.state is State.EXACT
+            and self.follower.position == self.publisher.newest
         )
 
 

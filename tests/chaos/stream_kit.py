@@ -286,28 +286,32 @@ class ModelPublisher:
 
 
 class Heard:
-    """What a follower was told, to say which claims it must know to be false.
+    """Records what a follower has received, to decide which claims it must know to be false.
 
     A mark names the process that sent it. Epochs of models go up, so a claim about a process is false once
-    a mark of a later one was told, live or in an answer. One restart cannot be noticed: one without a cut
-    connection, whose first batch that comes has no mark and has just the number that comes next. It stays
-    hidden until a mark of the new process, or for as long as the numbers stay in line if no mark had named
-    the old one.
+    a mark of a later one was received, live or in an answer. One restart cannot be noticed: one without a
+    cut connection, whose first batch that comes has no mark and has just the number that comes next. It
+    stays hidden until a mark of the new process, or for as long as the numbers stay in line if no mark had
+    named the old one.
     """
 
     def __init__(self) -> None:
-        self.marked_epoch = -1  # the latest process of which a mark was told
+        self.marked_epoch = -1  # the latest process of which a mark was received
         self.epoch = -1  # of the last live batch
         self.seq = -1  # its number; -1 since the connection was made
-        self.is_hidden = False  # nothing has told yet that `epoch` is not the epoch before it
+        self.is_hidden = False  # nothing shows yet that `epoch` is not the epoch before it
         self.answers: list[bytes] = []  # the batches of an answer that has not ended
+        self._last = b""
         self._is_nameless = False  # no mark can tell: the epoch before it was never named
 
     def live(self, seq: int, payload: bytes, epoch: int) -> None:
-        """Note a live batch of a process."""
+        """Record a live batch of a process; the same batch again says nothing."""
+        if payload == self._last and seq == self.seq:
+            return
+        self._last = payload
         is_in_line, is_other = seq == self.seq + 1 and self.seq >= 0, epoch != self.epoch
         was_named = self.marked_epoch >= self.epoch
-        is_marked = self._note_mark(payload)
+        is_marked = self._record_mark(payload)
         if not is_in_line:
             self.is_hidden = self._is_nameless = False
         else:
@@ -316,20 +320,20 @@ class Heard:
         self.seq, self.epoch = seq, epoch
 
     def reply(self, payload: bytes) -> None:
-        """Note a batch of an answer. It counts when the answer has ended."""
+        """Record a batch of an answer. It counts when the answer has ended."""
         self.answers.append(payload)
 
     def end(self) -> None:
-        """Note the end of an answer."""
+        """Record the end of an answer."""
         for payload in self.answers:
-            self._note_mark(payload)
+            self._record_mark(payload)
         self.answers.clear()
 
     def cut(self) -> None:
-        """Note that the live connection was cut."""
+        """Record that the live connection was cut."""
         self.seq, self.is_hidden, self._is_nameless = -1, False, False
 
-    def _note_mark(self, payload: bytes) -> bool:
+    def _record_mark(self, payload: bytes) -> bool:
         try:
             mark = decode_batch(payload).mark
         except ValueError:

@@ -195,19 +195,16 @@ class World:
             client.replica.apply(client.follower.take_updates())
             if self.publisher.is_stock:
                 assert not self.has_all(client) or client.replica.blocks == self.publisher.truth.blocks
-            elif client.follower.replica.state is State.EXACT:
-                epoch, seq = client.follower.replica.epoch, client.follower.replica.position
+            elif client.follower.state is State.EXACT:
+                epoch, seq = client.follower.epoch, client.follower.position
                 assert epoch is not None
                 if not client.heard.excuses(epoch):
                     assert client.replica.held == self.publisher.history[epoch, seq]
                     assert epoch >= client.heard.marked_epoch
 
     def has_all(self, client: Client) -> bool:
-        """Say whether a client says it is exact, and has the newest batch."""
-        return (
-            client.follower.replica.state is State.EXACT
-            and client.follower.replica.position == self.publisher.newest
-        )
+        """Return whether a client claims to be exact, and has the newest batch."""
+        return client.follower.state is State.EXACT and client.follower.position == self.publisher.newest
 
 
 @pytest.mark.parametrize(("seed", "encoding"), [(0, "map"), (1, "array"), (2, "map"), (3, "array")])
@@ -220,10 +217,10 @@ def test_followers_have_the_truth_whenever_the_traffic_pauses(seed: int, encodin
         took = world.pause(30.0)
         for client in world.clients:
             follower = client.follower
-            assert world.has_all(client), (turn, took, follower.replica.state, follower.replica.reason)
+            assert world.has_all(client), (turn, took, follower.state, follower.reason)
             assert client.replica.state is State.EXACT
             assert client.replica.held == world.publisher.truth.held
-            assert follower.replica.blocks == len(client.replica.held)
+            assert follower.blocks == len(client.replica.held)
         world.go_on()
     happened = sum((Counter(client.follower.counters.as_dict()) for client in world.everybody), Counter())
     assert all(
@@ -249,8 +246,8 @@ def test_followers_of_a_stock_publisher_have_the_truth_or_know_that_they_do_not(
         for client in world.clients:
             exact += world.has_all(client)
             assert world.has_all(client) or ring < 100_000, (
-                client.follower.replica.state,
-                client.follower.replica.reason,
+                client.follower.state,
+                client.follower.reason,
             )
         world.check_claims()
         world.go_on()

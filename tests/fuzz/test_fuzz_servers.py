@@ -22,9 +22,10 @@ from tests.fuzz.test_fuzz_events import FRAMES, MAY_GROW, SEED, resident_bytes
 
 from kvtier.events import BlockStored, KVEventBatch
 from kvtier.events.config import KVEventsConfig
+from kvtier.events.follow.link import Source
 from kvtier.events.publisher import ZmqEventPublisher
-from kvtier.events.subscriber import Limits, Source, Subscriber
-from kvtier.events.updates import Received
+from kvtier.events.subscriber import Subscriber
+from kvtier.events.updates import Limits, Received
 from kvtier.events.wire import decode_batch
 
 END = b"\xff" * 8

@@ -1,4 +1,4 @@
-"""A link between a publisher and a subscriber that loses the batches it is told to lose."""
+"""A link between a publisher and a subscriber that loses batches on request."""
 
 from __future__ import annotations
 

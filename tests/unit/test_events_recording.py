@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "stream.kvtevents"
 
 
-def test_what_was_written_is_read_again(path: Path) -> None:
+def test_written_records_are_read_again(path: Path) -> None:
     write(path, RECORDS)
     assert read(path) == (RECORDS, 0)
 

@@ -206,7 +206,7 @@ def test_a_late_joiner_gets_all_and_follows(publisher: ZmqEventPublisher) -> Non
         subscriber.check()
 
 
-def test_who_is_there_first_waits_for_the_publisher(publisher: ZmqEventPublisher) -> None:
+def test_a_subscriber_waits_for_a_publisher_that_starts_after_it(publisher: ZmqEventPublisher) -> None:
     config = publisher.get_publisher_config()
     source = source_of(publisher)
     publisher.shutdown()
@@ -385,7 +385,7 @@ def test_sources_come_and_go_while_another_thread_polls(publisher: ZmqEventPubli
     subscriber.close()
 
 
-def test_misuse_is_told() -> None:
+def test_misuse_is_an_input_error() -> None:
     with Subscriber([Source("a", "tcp://127.0.0.1:1")]) as subscriber:
         with pytest.raises(InputError, match="'a' is followed already"):
             subscriber.add(Source("a", "tcp://127.0.0.1:2"))
@@ -402,7 +402,7 @@ def test_misuse_is_told() -> None:
         subscriber.add(Source("d", "tcp://127.0.0.1:1"))
 
 
-def test_what_is_removed_before_it_was_polled_leaves_nothing_behind() -> None:
+def test_a_source_removed_before_the_first_poll_leaves_nothing_behind() -> None:
     with Subscriber([Source("a", "tcp://127.0.0.1:1")]) as subscriber:
         subscriber.remove("a")
         assert subscriber.poll(0.01) == [Reset("a")]

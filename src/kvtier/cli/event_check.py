@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.cli.event_lines import describe_mark
-from kvtier.events.subscriber import Source, Subscriber
+from kvtier.events.follow.link import Source
+from kvtier.events.subscriber import Subscriber
 from kvtier.events.types import AllBlocksCleared, BlockStored, Mark
 from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.events.wire import DecodedBatch, Place, place_of, place_weight, to_u64

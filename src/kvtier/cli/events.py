@@ -23,9 +23,10 @@ from kvtier.errors import InputError
 if TYPE_CHECKING:
     from kvtier.cli.event_lines import Lines
     from kvtier.events.curve import CurveServer
+    from kvtier.events.follow.link import Source
     from kvtier.events.publisher import PublisherStats
     from kvtier.events.recording import KeptBatch, RecordedBatch, RecordingWriter
-    from kvtier.events.subscriber import Source, Subscriber
+    from kvtier.events.subscriber import Subscriber
     from kvtier.events.types import KVEventBatch
     from kvtier.events.updates import Update
     from kvtier.events.wire import DecodedBatch
@@ -337,7 +338,7 @@ def _lines(as_json: bool) -> Lines:
 
 
 def _source(endpoint: str, replay: str | None, topic: str, key: str | None, server: str | None) -> Source:
-    from kvtier.events.subscriber import Source
+    from kvtier.events.follow.link import Source
 
     expect_address("ENDPOINT", endpoint)
     if replay is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvtier.events.curve import CurveClient, CurveServer, make_keys
     from kvtier.events.follow.follower import Follower
     from kvtier.events.follow.link import SocketOptions, Source
-    from kvtier.events.follow.requests import RequestKind, StreamRequest
+    from kvtier.events.follow.state import RequestKind, StreamRequest
     from kvtier.events.publisher import (
         EventPublisher,
         EventPublisherFactory,
@@ -74,7 +74,7 @@ _IMPORTED_LATER = {
     "curve": ("CurveClient", "CurveServer", "make_keys"),
     "follow.follower": ("Follower",),
     "follow.link": ("SocketOptions", "Source"),
-    "follow.requests": ("RequestKind", "StreamRequest"),
+    "follow.state": ("RequestKind", "StreamRequest"),
     "publisher": (
         "EventPublisher",
         "EventPublisherFactory",

@@ -23,8 +23,6 @@ import zmq.auth
 from kvtier.errors import ConfigError, InputError, show_value
 from kvtier.log_limit import LogLimit
 
-__all__ = ["CurveClient", "CurveServer", "Gate", "make_keys"]
-
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"kvtier"
 _SETTLED_NS = 1_000_000_000
@@ -81,7 +79,7 @@ def _need_curve() -> None:
 
 @dataclass(frozen=True)
 class CurveServer:
-    """The keys of a publisher: its own, and a folder of allowed clients' keys (`None`: any client)."""
+    """The keys of a publisher: its own, and a folder of allowed clients' keys; `None` allows any client."""
 
     secret_key_file: str
     clients_dir: str | None = None
@@ -148,12 +146,11 @@ class Gate:
         self.socket.bind(_ZAP)
 
     def serve(self) -> None:
-        """Answer all waiting questions of libzmq. Never blocks."""
+        """Answer all waiting requests of libzmq. Never blocks."""
         while self.socket.get(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
             frames = self.socket.recv_multipart()
-            good = (
-                len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and self._knows(frames[6])
-            )
+            is_curve = len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE"
+            good = is_curve and self._is_allowed(frames[6])
             self.denied += not good
             status = (b"200", b"OK", b"client") if good else (b"400", b"unknown key", b"")
             self.socket.send_multipart((b"1.0", frames[1] if len(frames) > 1 else b"", *status, b""))
@@ -162,7 +159,7 @@ class Gate:
         """Stop answering; libzmq then refuses every client."""
         self.socket.close(linger=0)
 
-    def _knows(self, key: bytes) -> bool:
+    def _is_allowed(self, key: bytes) -> bool:
         try:
             found = self._look()
             if found != self._read:
@@ -170,7 +167,7 @@ class Gate:
                 self._read = found if self._is_settled(found) else None
         except OSError as error:
             if (more := self._folder_lines.admit()) is not None:
-                line = "cannot read the clients' keys in %s (%s): nobody new may come%s"
+                line = "cannot read the clients' keys in %s (%s): new clients are refused%s"
                 logger.warning(line, self._dir, error, more)
             return False
         return zmq.utils.z85.encode(key) in self._allowed

@@ -4,12 +4,12 @@
     record  length of the body u32 . CRC-32 of the body u32 . body
     body    time of receipt f64 . sequence number u64 . length of the topic u16 . topic . payload
 
-Numbers are big-endian, as on the wire. A record without a payload means: forget everything before it. Each
-record is written by one call, so a killed writer leaves at most one torn record, at the end. Readers stop
-before it and report it; the next writer cuts it off. Damage anywhere else is an `InputError`. A payload has
-at most 256 MiB, as does a message that a subscriber accepts, so a reader needs no more memory than that,
-even for a damaged file. A file has one writer at a time, enforced by `flock`. A writer or reader belongs to
-one thread.
+Numbers are big-endian, as on the wire. A record without a payload tells readers to forget everything before
+it. Each record is written by one call, so a killed writer leaves at most one torn record, at the end.
+Readers stop before it and report it; the next writer cuts it off. Damage anywhere else is an `InputError`. A
+payload has at most 256 MiB, as does a message that a subscriber accepts, so a reader needs no more memory
+than that, even for a damaged file. A file has one writer at a time, enforced by `flock`. A writer or reader
+belongs to one thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from msgspec.structs import astuple
 
 from kvtier.errors import InputError, OutsideError
 from kvtier.events.wire import DecodedBatch, decode_batch
-
-__all__ = ["MAGIC", "KeptBatch", "RecordedBatch", "RecordingReader", "RecordingWriter"]
 
 MAGIC = b"kvtevts1"
 _HEAD = struct.Struct(">II")
@@ -60,7 +58,7 @@ class KeptBatch(DecodedBatch):
 
 
 class RecordingReader:
-    """Goes through a recording. Iterate once; `torn` is then the size of an incomplete last record, or 0."""
+    """Reads a recording. Iterate once; `torn` is then the size of an incomplete last record, or 0."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file; `InputError` if it is not a recording."""

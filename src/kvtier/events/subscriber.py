@@ -1,4 +1,4 @@
-"""Follows any number of publishers; yields changes in order, and how far each replica can be trusted.
+"""Follows any number of publishers; yields changes in order, and how good each replica is.
 
     with Subscriber([Source("worker-0", "tcp://host:5557", "tcp://host:5558")]) as subscriber:
         for update in subscriber:
@@ -33,8 +33,6 @@ from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import Link, SocketOptions, Source
 from kvtier.events.updates import Limits, Reset, SourceStatus, Update
 from kvtier.events.wire import Batch, decode_batch
-
-__all__ = ["Limits", "SocketOptions", "Source", "Subscriber"]
 
 B = TypeVar("B", bound=Batch)
 
@@ -73,7 +71,7 @@ class Subscriber(Generic[B]):
         self._clock = clock
         self._wall = time.time() - time.monotonic()
         self._links: dict[str, Link[B]] = {}
-        self._changes: deque[tuple[bool, Link[B]]] = deque()  # (whether it comes, link), from any thread
+        self._changes: deque[tuple[bool, Link[B]]] = deque()  # (whether it is added, link), from any thread
         self._updates: list[Update] = []
         self._ready: dict[Link[B], None] = {}
         self._alarms: list[tuple[float, int, Link[B]]] = []
@@ -145,7 +143,10 @@ class Subscriber(Generic[B]):
     # -- the polling thread ------------------------------------------------------------------------
 
     def poll(self, timeout: float | None = None) -> list[Update]:
-        """Return the available updates; wait at most `timeout` seconds for the first (`None`: for ever)."""
+        """Return the available updates; wait at most `timeout` seconds for the first.
+
+        With `None`, wait as long as it takes.
+        """
         until = None if timeout is None else self._clock() + timeout
         with self._polling:
             wait: float | None = 0.0
@@ -189,25 +190,25 @@ class Subscriber(Generic[B]):
             if link.turn(now, _BURST):
                 busy.append(link)
             self._collect(link)
-        self._ready = dict.fromkeys((*waiting, *busy))  # links without a turn come first in the next one
+        self._ready = dict.fromkeys((*waiting, *busy))  # links without a turn come first in the next round
 
     def _apply_source_changes(self) -> None:
-        """Take in added sources, and let go of removed ones."""
+        """Begin to serve added sources, and close removed ones."""
         while self._changes:
-            comes, link = self._changes.popleft()
-            if comes:
-                self._take_in(link)
+            is_added, link = self._changes.popleft()
+            if is_added:
+                self._begin(link)
             else:
-                self._let_go(link)
+                self._drop(link)
 
-    def _take_in(self, link: Link[B]) -> None:
+    def _begin(self, link: Link[B]) -> None:
         link.watch = lambda sock: self._watch(sock, link)
         link.unwatch = self._unwatch
         for sock in link.sockets:
             link.watch(sock)
         self._ready[link] = None
 
-    def _let_go(self, link: Link[B]) -> None:
+    def _drop(self, link: Link[B]) -> None:
         link.close()
         link.scheduled = -1.0
         self._ready.pop(link, None)
@@ -218,7 +219,7 @@ class Subscriber(Generic[B]):
         while self._alarms and self._alarms[0][0] <= now:
             at, _, link = heapq.heappop(self._alarms)
             if at != link.scheduled:
-                continue  # the link was let go, or has an earlier alarm
+                continue  # the link was dropped, or has an earlier alarm
             link.scheduled = float("inf")
             link.tick(now)
             if link.send_request(now):
@@ -263,20 +264,20 @@ class Subscriber(Generic[B]):
             raise InputError(f"no source is called {name!r}: there are {sorted(self._links)[:20]}") from None
 
     def _status(self, link: Link[B]) -> SourceStatus:
-        follower, replica = link.follower, link.follower.replica
-        at, ts = replica.applied_at, replica.ts
+        follower = link.follower
+        at, ts = follower.applied_at, follower.ts
         return SourceStatus(
             name=link.source.name,
-            state=replica.state,
-            reason=replica.reason,
-            kind=replica.kind,
+            state=follower.state,
+            reason=follower.reason,
+            kind=follower.kind,
             connected=follower.is_connected,
-            epoch=replica.epoch,
-            seq=replica.position,
-            blocks=replica.blocks,
+            epoch=follower.epoch,
+            seq=follower.position,
+            blocks=follower.blocks,
             lag=None if at is None or ts is None else max(0.0, at + self._wall - ts),
             pending=follower.pending,
-            counters=replace(replica.counters),
+            counters=replace(follower.counters),
         )
 
     def _wake(self) -> None:

@@ -13,23 +13,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtier.events.wire import Batch
 
-__all__ = [
-    "Counters",
-    "Kind",
-    "Limits",
-    "Received",
-    "Reset",
-    "SourceStatus",
-    "State",
-    "StateChanged",
-    "Update",
-]
-
 B = TypeVar("B", bound=Batch)
 
 
 class State(StrEnum):
-    """How far a replica of a publisher can be trusted."""
+    """How good the replica of a publisher is."""
 
     EXACT = "exact"  # the replica is what the publisher held at `seq`
     REPAIRING = "repairing"  # something is missing or in doubt, and is being fetched
@@ -73,7 +61,7 @@ class Limits:
     """How long a follower waits, and how much it holds. Times are seconds."""
 
     reply_timeout: float = 2.0
-    """How long a replay may be silent."""
+    """How long an answer may be silent, and how long a live mark is awaited before a status request."""
     probe_interval: float = 5.0
     """How long the live stream may be silent before the publisher is asked for its status."""
     catch_up_delay: float = 0.25

@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 from kvtier.errors import InputError, KVTierError
 from kvtier.events.curve import CurveClient
 from kvtier.events.follow.link import Source
-from kvtier.events.subscriber import Limits, Subscriber
-from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
+from kvtier.events.subscriber import Subscriber
+from kvtier.events.updates import Limits, Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.index.base import Hashes, Match
 from kvtier.index.prefix import PrefixIndex
 from kvtier.log_limit import LogLimit

@@ -1,3 +1,3 @@
-"""The parts of `Subscriber`, private to it. Read `replica`, then `follower`, then `link`."""
+"""The parts of `Subscriber`, private to it. Read `follower`, then `state`, then `link`."""
 
 __all__ = []

@@ -1,4 +1,4 @@
-"""The sockets of one source: SUB for the live stream, its monitor, and a DEALER during a request.
+"""Owns the sockets of one source: SUB for the live stream, its monitor, and a DEALER during a request.
 
 A link moves messages between sockets and the source's `Follower`, and opens or closes the DEALER as the
 follower wants. It never blocks. Any thread may make a link; then it belongs to the polling thread.
@@ -18,10 +18,8 @@ from kvtier.errors import InputError, OutsideError
 from kvtier.events.config import expect_port
 from kvtier.events.curve import CurveClient
 from kvtier.events.follow.follower import Follower
-from kvtier.events.follow.requests import StreamRequest
+from kvtier.events.follow.state import StreamRequest
 from kvtier.events.wire import END_SEQ, Batch, read_live, read_reply, reply_topic
-
-__all__ = ["Link", "SocketOptions", "Source"]
 
 B = TypeVar("B", bound=Batch)
 Socket = zmq.Socket[bytes]
@@ -37,7 +35,7 @@ _DOWN: dict[int, str] = {
 _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 """After these libzmq gives the connection up for good; a lost connection it makes anew by itself."""
 _REDIAL_AFTER = 2.0
-"""Seconds until a refused connection is tried again: the publisher may have got our key by then."""
+"""Seconds until a refused connection is tried again, because the publisher may have our key by then."""
 _WATCHED = _UP | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -59,7 +57,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
-    """The options of every socket: room for `hwm` messages of `max_message` bytes, a keep-alive (s)."""
+    """The options of every socket.
+
+    There is room for `hwm` messages of `max_message` bytes; `keep_alive` is in seconds.
+    """
 
     hwm: int = 100_000
     max_message: int = 256 << 20
@@ -78,7 +79,7 @@ class SocketOptions:
 
 
 class Link(Generic[B]):
-    """A source, its follower and its sockets.
+    """Owns the sockets of a source, and drives its follower.
 
     `watch` and `unwatch` are called for new and closed sockets.
     """
@@ -142,7 +143,7 @@ class Link(Generic[B]):
         return [sock for sock in (self._sub, self._monitor, self._dealer) if sock is not None]
 
     def turn(self, now: float, budget: int) -> bool:
-        """Move waiting messages, at most `budget` per socket; say whether there may be more."""
+        """Move waiting messages, at most `budget` per socket; return whether there may be more."""
         messages = _receive(self._sub, budget)
         self._watch_connection(now)  # before the messages, which may come from the connection it reports
         for frames in messages:
@@ -151,7 +152,7 @@ class Link(Generic[B]):
         return self.send_request(now) or len(messages) == budget or replies == budget
 
     def send_request(self, now: float) -> bool:
-        """Send the follower's request if it is new; say whether it was."""
+        """Send the follower's request if it is new; return whether it was."""
         wanted = self.follower.request
         if wanted is not None and wanted is self._sent:
             return False
@@ -206,7 +207,7 @@ class Link(Generic[B]):
         if message is None:
             self.follower.bad_frame()
         elif message.seq != END_SEQ and not self._is_wanted(frames):
-            pass  # the live stream leaves such batches out, too
+            pass  # the live stream leaves such batches out too
         elif message.seq == END_SEQ:
             self._sent = None  # the answer is complete, so the connection can be reused
             text = message.payload.decode(errors="replace")[:200]
