@@ -50,7 +50,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 TARGETS = {"blocks_per_second": 2.0, "bytes_per_block": 40.0, "match_us": 15.0}
 SERVE = """
 import sys
-from kvtier.index.server import Settings, serve
+from kvtier.index.server import serve
+from kvtier.index.service import Settings
 keys, form, port = sys.argv[1:]
 serve(port=int(port), settings=Settings(keys=keys, form=form))
 """

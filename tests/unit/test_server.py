@@ -25,13 +25,8 @@ from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index.forms import FORMS
 from kvtier.index.prefix import PrefixIndex
-from kvtier.index.server import (
-    GroupKey,
-    IndexServer,
-    Registration,
-    Settings,
-)
-from kvtier.index.service import Service
+from kvtier.index.server import IndexServer
+from kvtier.index.service import GroupKey, Registration, Service, Settings
 from kvtier.index.xxh3 import chain_keys, local_hashes, token_array
 from kvtier.keys import hash_blocks, hash_to_u64
 

@@ -30,14 +30,10 @@ from tests.unit.server_kit import (
 
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved
-from kvtier.index.http import HttpError, HttpRequest, HttpServer, Response
-from kvtier.index.server import (
-    Access,
-    HttpLimits,
-    IndexServer,
-    Settings,
-    read_token,
-)
+from kvtier.index.access import Access, read_token
+from kvtier.index.http import HttpError, HttpLimits, HttpRequest, HttpServer, Response
+from kvtier.index.server import IndexServer
+from kvtier.index.service import Settings
 
 
 @pytest.fixture

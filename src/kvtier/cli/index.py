@@ -18,9 +18,8 @@ from kvtier.config import format_size, parse_size
 from kvtier.errors import InputError
 
 if TYPE_CHECKING:
-    from kvtier.index.server import Registration
+    from kvtier.index.service import Registration
 
-__all__ = ["BlockKeys", "Counting", "index_app", "serve_command"]
 
 _LEAST_BUDGET = 4 << 20
 """With less, an index has room for hardly any block, or cannot be compiled."""
@@ -88,7 +87,9 @@ def serve_command(
     """
     import logging
 
-    from kvtier.index.server import Access, Settings, read_token, serve
+    from kvtier.index.access import Access, read_token
+    from kvtier.index.server import serve
+    from kvtier.index.service import Settings
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(
@@ -121,7 +122,7 @@ def _budget(text: str) -> int:
 
 def _registration(text: str, model: str, block_size: int | None) -> Registration:
     """Read one `--follow`."""
-    from kvtier.index.server import GroupKey, Registration
+    from kvtier.index.service import GroupKey, Registration
 
     match = re.fullmatch(r"([^=:]+)(?::(\d{1,9}))?=([^,]+)(?:,([^,]+))?", text)
     if match is None:

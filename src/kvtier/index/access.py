@@ -21,8 +21,6 @@ from urllib.parse import urlsplit
 from kvtier.errors import InputError
 from kvtier.index.http import HttpError
 
-__all__ = ["ANY_HOST", "Access", "read_token"]
-
 ANY_HOST = "*"
 _SHORTEST_TOKEN = 16
 _LONGEST_TOKEN = 4096

@@ -18,24 +18,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "AREAS",
-    "MAX_AREAS",
-    "MAX_WORKERS",
-    "MIN_COMPILED_BYTES",
-    "TIERS",
-    "Columns",
-    "Edits",
-    "Hashes",
-    "IndexArea",
-    "Match",
-    "Op",
-    "StorageTier",
-    "Table",
-    "TableStats",
-    "tiers_of",
-]
-
 Hashes = npt.NDArray[np.uint64]
 Edits = npt.NDArray[np.int64]
 """One row per event, `(op, area, number of hashes)` and perhaps more; all events' hashes are joined."""

@@ -26,7 +26,6 @@ from kvtier.index.workers import KnownWorker
 if TYPE_CHECKING:
     from kvtier.index.compiled.names import CompiledNames
 
-__all__ = ["Intake"]
 
 _MAX_BLOCK_SIZE = 1 << 20
 

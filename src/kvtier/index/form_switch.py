@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvtier.index.compiled.table import CompiledTable
     from kvtier.index.prefix import PrefixIndex
 
-__all__ = ["BatchDecoder", "copy_and_switch", "start"]
 
 logger = logging.getLogger(__name__)
 

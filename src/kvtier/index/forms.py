@@ -16,8 +16,6 @@ from kvtier.index.base import MIN_COMPILED_BYTES, Table
 from kvtier.index.names import Names, PlainNames
 from kvtier.index.plain_table import PlainTable
 
-__all__ = ["AUTO", "FORMS", "Allowance", "Form", "Keys", "allowance_of", "choose_form", "make_form"]
-
 FORMS = ("numba", "python")
 AUTO = "auto"
 Keys = Literal["engine", "xxh3"]

@@ -21,8 +21,6 @@ import msgspec
 
 from kvtier.log_limit import LogLimit
 
-__all__ = ["Handler", "HttpError", "HttpLimits", "HttpRequest", "HttpServer", "Response"]
-
 logger = logging.getLogger(__name__)
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))

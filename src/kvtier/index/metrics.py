@@ -15,8 +15,6 @@ from kvtier.events.updates import Counters, State
 from kvtier.index.service import Followed, Service, Worker, worst
 from kvtier.metrics import Histogram, Metric, MetricKind, Registry, Sample
 
-__all__ = ["Traffic", "make_registry"]
-
 Samples = Mapping[str, list[Sample]]
 
 _REQUEST_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)

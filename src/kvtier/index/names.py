@@ -17,8 +17,6 @@ import numpy.typing as npt
 from kvtier.errors import IntegrityError
 from kvtier.index.base import Hashes, Table
 
-__all__ = ["SLACK", "NamePart", "Names", "PlainNames", "parts_of"]
-
 SLACK = 4096
 """A number of stale names that never matters."""
 _NAME_BYTES = 192  # two ints and their place in a dict that has just doubled

@@ -16,8 +16,6 @@ from typing import Generic, NamedTuple, TypeVar
 from kvtier.errors import IntegrityError
 from kvtier.index.forms import Allowance
 
-__all__ = ["Orphans"]
-
 T = TypeVar("T")
 
 

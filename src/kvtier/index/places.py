@@ -20,8 +20,6 @@ from kvtier.events.types import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockSto
 from kvtier.events.wire import Place
 from kvtier.index.base import MAX_AREAS, IndexArea, StorageTier, Table
 
-__all__ = ["FULL_ATTENTION", "PLACES", "Areas", "Groups", "tier_of"]
-
 PLACES: tuple[Place, ...] = tuple((medium, 0, "", "") for medium in (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE))
 """The places that every index has from the start, in the order of their areas."""
 

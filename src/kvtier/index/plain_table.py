@@ -33,7 +33,6 @@ from kvtier.index.base import (
 if TYPE_CHECKING:
     from kvtier.index.compiled.table import CompiledTable
 
-__all__ = ["PlainTable"]
 
 _BLOCK_BYTES = 128
 _SET_BYTES = 512  # a set's object, its mask, and its places in two dicts

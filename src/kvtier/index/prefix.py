@@ -45,8 +45,6 @@ from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
 from kvtier.keys import hash_blocks as hash_as_engine
 
-__all__ = ["IndexStats", "PrefixIndex", "WorkerStats"]
-
 logger = logging.getLogger(__name__)
 
 Counting = Literal["set", "count"]

@@ -45,8 +45,6 @@ from kvtier.index.service import (
 )
 from kvtier.index.xxh3 import chain_keys
 
-__all__ = ["Api"]
-
 T = TypeVar("T")
 _TIER_NAMES = {StorageTier.GPU: "device", StorageTier.CPU: "host_pinned", StorageTier.STORAGE: "disk"}
 _CHANGES = frozenset(("/register", "/unregister"))

@@ -15,21 +15,10 @@ from dataclasses import replace
 from typing import Self
 
 from kvtier.errors import InputError, OutsideError
-from kvtier.index.access import Access, read_token
+from kvtier.index.access import Access
 from kvtier.index.http import HttpLimits, HttpServer
 from kvtier.index.routes import Api
-from kvtier.index.service import GroupKey, Registration, Service, Settings
-
-__all__ = [
-    "Access",
-    "GroupKey",
-    "HttpLimits",
-    "IndexServer",
-    "Registration",
-    "Settings",
-    "read_token",
-    "serve",
-]
+from kvtier.index.service import Registration, Service, Settings
 
 
 def serve(

@@ -30,20 +30,6 @@ from kvtier.index.base import Hashes, Match
 from kvtier.index.prefix import PrefixIndex
 from kvtier.log_limit import LogLimit
 
-__all__ = [
-    "Conflict",
-    "Followed",
-    "Group",
-    "GroupKey",
-    "NotFound",
-    "Registration",
-    "Service",
-    "Settings",
-    "Trust",
-    "Worker",
-    "worst",
-]
-
 logger = logging.getLogger(__name__)
 
 _SCHEMES = ("tcp://", "ipc://")

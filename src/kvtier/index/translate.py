@@ -23,8 +23,6 @@ from kvtier.index.names import SLACK, NamePart, parts_of
 from kvtier.index.orphans import Orphans
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
-__all__ = ["Edit", "Translator"]
-
 # Bytes of a waiting block, in any number of areas, without its tokens and extra keys;
 # `tests/unit/test_index_bounds.py` measures it.
 _ORPHAN_BYTES = 1536

@@ -12,8 +12,6 @@ from kvtier.index.places import Groups
 from kvtier.index.translate import Translator
 from kvtier.log_limit import LogLimit
 
-__all__ = ["DuplicateCounts", "KnownWorker"]
-
 _COUNT_BYTES = 256  # a pair of ints and its place in a dict that has just doubled
 
 

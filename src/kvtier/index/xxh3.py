@@ -30,17 +30,6 @@ import xxhash
 from kvtier.errors import InputError
 from kvtier.index.base import Hashes
 
-__all__ = [
-    "SEED",
-    "chain_keys",
-    "extra_hashes",
-    "local_hashes",
-    "lora_of",
-    "salt_of",
-    "seed_of",
-    "token_array",
-]
-
 SEED = 1337
 _U64 = (1 << 64) - 1
 _IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}")

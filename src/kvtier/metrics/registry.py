@@ -20,8 +20,6 @@ from itertools import accumulate
 
 from kvtier.errors import InputError
 
-__all__ = ["SECONDS", "Histogram", "Metric", "MetricKind", "Read", "Registry", "Sample", "format_family"]
-
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Buckets of transfers: a chunk takes less than a millisecond, and `store_deadline` is 30 s."""
 _MOST_RECENT = 1024

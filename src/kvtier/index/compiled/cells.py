@@ -27,39 +27,6 @@ import numpy.typing as npt
 
 from kvtier.index.compiled.jit import jit, prefetch
 
-__all__ = [
-    "AGAIN",
-    "CELLS",
-    "CLOSED",
-    "DEAD",
-    "DEPTH",
-    "DROPPED",
-    "FILL",
-    "FREE",
-    "HAND",
-    "HARD_LIMIT",
-    "LIMIT",
-    "MAX_SEGMENTS",
-    "SECRET",
-    "SEGMENTS",
-    "UNKNOWN",
-    "USED",
-    "Cells",
-    "erase",
-    "fill",
-    "find",
-    "mix",
-    "mixed_of",
-    "prefetch_cell",
-    "put_word",
-    "rehash",
-    "segment_at",
-    "segment_of",
-    "split",
-    "word_at",
-    "words_of",
-]  # fmt: skip
-
 CELLS = 1024
 LIMIT = CELLS * 4 // 5
 """A segment this full is split."""

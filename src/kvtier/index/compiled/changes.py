@@ -35,8 +35,6 @@ from kvtier.index.compiled.cells import (
 from kvtier.index.compiled.jit import jit, lowest_bit
 from kvtier.index.compiled.sets import toggled
 
-__all__ = ["WIDTH", "apply", "store"]
-
 WIDTH = 3
 """Words of a block's cell: its hash's halves, and the number of its holder set."""
 _STORED, _CLEARED = int(Op.STORED), int(Op.CLEARED)

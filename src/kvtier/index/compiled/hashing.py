@@ -14,8 +14,6 @@ import numpy as np
 from kvtier.index.compiled.jit import fold_product, jit, swap_bytes
 from kvtier.index.xxh3 import SEED
 
-__all__ = ["chain", "chain_one", "hash_block", "hash_blocks"]
-
 _SECRET_BYTES = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
     "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"

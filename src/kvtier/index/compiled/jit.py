@@ -17,9 +17,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["fold_product", "jit", "lowest_bit", "prefetch", "swap_bytes"]
-
-
 COMPILED_IN = ("base", "names", "places", "xxh3")
 """Modules of the index, besides those of this folder, whose constants are in compiled code."""
 

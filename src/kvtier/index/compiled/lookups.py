@@ -10,8 +10,6 @@ from kvtier.index.compiled.cells import DEPTH, SECRET, find, mix, mixed_of, segm
 from kvtier.index.compiled.changes import WIDTH
 from kvtier.index.compiled.jit import jit, lowest_bit
 
-__all__ = ["find_all", "holds_one", "match"]
-
 _NO_TAG = np.uint32(0)
 _ONE, _ZERO = np.uint64(1), np.uint64(0)
 

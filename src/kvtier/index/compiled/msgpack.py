@@ -12,9 +12,6 @@ import numpy as np
 
 from kvtier.index.compiled.jit import jit
 
-__all__ = ["head", "integer", "read_u32", "skip_integers", "text", "word_in"]
-
-
 # Unsigned integers of at most 32 bits, by their first byte: their length (0: not such an integer), and
 # the position of their bits in the five bytes from the first on.
 _U32_LENGTH = np.array([1] * 0x80 + [0] * 0x4C + [2, 3, 5] + [0] * 0x31)

@@ -47,8 +47,6 @@ from kvtier.index.compiled.table import CompiledTable
 from kvtier.index.names import SLACK, NamePart
 from kvtier.index.xxh3 import SEED
 
-__all__ = ["CompiledNames"]
-
 _WIDTH, _TAG, _KEY = 5, 2, 3  # words of a cell, and the positions of tag and key
 _WORKER_BITS = 12  # enough for MAX_WORKERS
 _STORED, _REMOVED = int(Op.STORED), int(Op.REMOVED)

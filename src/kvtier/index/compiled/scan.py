@@ -25,18 +25,6 @@ from kvtier.index.compiled.jit import jit
 from kvtier.index.compiled.msgpack import head, integer, read_u32, skip_integers, text, word_in
 from kvtier.index.places import FULL_ATTENTION, PLACES
 
-__all__ = [
-    "FIRST_TOKEN",
-    "HAS_PARENT",
-    "PARENT",
-    "SCANNED_BLOCK_SIZE",
-    "TOKEN_COUNT",
-    "ScanBuffers",
-    "Scanned",
-    "ScannedBatch",
-    "Scanner",
-]
-
 _U64 = (1 << 64) - 1
 _TS = struct.Struct(">d")
 _STORED, _REMOVED, _CLEARED = int(Op.STORED), int(Op.REMOVED), int(Op.CLEARED)

@@ -15,8 +15,6 @@ import numpy as np
 from kvtier.index.compiled.cells import DEAD, FREE, mix
 from kvtier.index.compiled.jit import jit
 
-__all__ = ["intern_all", "toggled"]
-
 _ONE, _ZERO = np.uint64(1), np.uint64(0)
 _NO_SET = np.int64(-1)
 

@@ -44,8 +44,6 @@ from kvtier.index.compiled.cells import (
     words_of,
 )
 
-__all__ = ["CompiledTable"]
-
 _FIRST_SETS = 64
 _SEGMENT_BYTES = Cells.segment_bytes(changes.WIDTH)
 # A set's reference count, alias, two positions in `intern`, and entry of the free list; its row is extra.
