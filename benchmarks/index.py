@@ -311,7 +311,7 @@ def median_us(
 
 def measure_match(form: str) -> dict[str, float]:
     """Time a match of 1,000 blocks that all 64 workers hold, and one where each holds another part."""
-    index, rng = PrefixIndex(form=form), np.random.default_rng(2)
+    index, rng = PrefixIndex(keys="engine", counting="set", form=form), np.random.default_rng(2)
     store(index, "w0", rng.integers(0, 1 << 63, 10**6 if form == "numba" else 10**5, dtype=np.uint64))
     shared, ragged = rng.integers(0, 1 << 63, (2, 1000), dtype=np.uint64)
     for worker in range(64):

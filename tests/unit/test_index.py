@@ -147,7 +147,7 @@ def test_answers_are_those_of_the_model(counting: Any, edits: Any, query: list[i
     for form in FORMS:
         if form == "numba":
             pytest.importorskip("numba")
-        index, model = PrefixIndex(form=form, budget=MiB, counting=counting), Model(counting)
+        index, model = PrefixIndex(form=form, budget=MiB, counting=counting, keys="engine"), Model(counting)
         encoder, decoder = EventEncoder(), index.decoder()
 
         def decode(events: list[Any], encoder: Any = encoder, decoder: Any = decoder) -> Any:
@@ -172,7 +172,11 @@ def test_many_workers_and_blocks(form: str) -> None:
     """Over 64 workers, so that holder sets take two words, and enough blocks for segments to split many
     times.
     """
-    rng, index, model = random.Random(3), PrefixIndex(form=form, budget=8 * MiB), Model("set")
+    rng, index, model = (
+        random.Random(3),
+        PrefixIndex(form=form, budget=8 * MiB, keys="engine", counting="set"),
+        Model("set"),
+    )
     keys = [rng.getrandbits(64) for _ in range(6000)]
     for _ in range(150):
         worker, start = f"w{rng.randrange(100)}", rng.randrange(5900)
@@ -187,7 +191,7 @@ def test_many_workers_and_blocks(form: str) -> None:
 
 
 def test_the_walk_goes_down_the_tiers(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(stored([1, 2]), stored([3], "CPU"), stored([4], "STORAGE"), stored([5], "GPU")))
     match = index.match([1, 2, 3, 4, 5])
     assert match.workers == ("a",)
@@ -197,7 +201,7 @@ def test_the_walk_goes_down_the_tiers(form: str) -> None:
 
 
 def test_negative_hashes_are_the_same_bits(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(stored([-1, 5])))
     assert index.match([(1 << 64) - 1, 5]).any.tolist() == [2]
     assert index.match([-1]).any.tolist() == [1]
@@ -207,7 +211,7 @@ def test_negative_hashes_are_the_same_bits(form: str) -> None:
 
 def test_a_freed_number_is_used_again_and_starts_empty(form: str) -> None:
     """Clearing takes the worker out of shared holder sets; a newcomer in its place must inherit nothing."""
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     for worker in "abc":
         index.apply(worker, batch(stored([1, 2, 3]), stored([1], "CPU")))
     index.remove_worker("b")
@@ -219,7 +223,7 @@ def test_a_freed_number_is_used_again_and_starts_empty(form: str) -> None:
 
 
 def test_workers_come_and_go_without_end(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("stays", batch(stored(list(range(100)))))
     for turn in range(300):
         index.apply(f"w{turn}", batch(stored(list(range(turn, turn + 200)))))
@@ -231,7 +235,7 @@ def test_workers_come_and_go_without_end(form: str) -> None:
 
 
 def test_the_budget_is_never_exceeded(form: str) -> None:
-    index = PrefixIndex(form=form, budget=310 * KiB)
+    index = PrefixIndex(form=form, budget=310 * KiB, keys="engine", counting="set")
     rng = random.Random(1)
     held: set[int] = set()
     for _ in range(400):
@@ -256,7 +260,11 @@ def test_the_budget_is_never_exceeded(form: str) -> None:
 
 def test_a_full_index_never_claims_what_was_removed(form: str) -> None:
     """With ever new combinations of holders the budget goes to holder sets, and those too may run out."""
-    rng, index, model = random.Random(2), PrefixIndex(form=form, budget=268 * KiB), Model("set")
+    rng, index, model = (
+        random.Random(2),
+        PrefixIndex(form=form, budget=268 * KiB, keys="engine", counting="set"),
+        Model("set"),
+    )
     keys = [rng.getrandbits(64) for _ in range(3000)]
     for _ in range(600):
         worker, some = f"w{rng.randrange(60)}", rng.sample(keys, 40)
@@ -275,7 +283,7 @@ def test_a_full_index_never_claims_what_was_removed(form: str) -> None:
 
 def test_removed_blocks_leave_no_trace(form: str) -> None:
     """A cache that turns over for ever must not grow: the room of removed blocks is used again."""
-    index, rng = PrefixIndex(form=form, budget=4 * MiB), random.Random(5)
+    index, rng = PrefixIndex(form=form, budget=4 * MiB, keys="engine", counting="set"), random.Random(5)
     window: list[int] = []
     sizes = []
     for turn in range(300):
@@ -290,7 +298,7 @@ def test_removed_blocks_leave_no_trace(form: str) -> None:
 
 
 def test_groups_without_full_attention_are_left_out(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
     index.apply(
         "a", batch(stored([1, 2], **window), stored([1], group_idx=0, kv_cache_spec_kind="full_attention"))
@@ -301,7 +309,7 @@ def test_groups_without_full_attention_are_left_out(form: str) -> None:
 
 
 def test_places_beyond_the_last_area_are_refused_and_told(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(*(stored([n], "OBJ", ownership=f"tier{n}") for n in range(100))))
     assert index.stats().blocks == 13
     assert index.stats().refused == 87
@@ -310,7 +318,7 @@ def test_places_beyond_the_last_area_are_refused_and_told(form: str) -> None:
 
 
 def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB, block_size=4, seed="s")
+    index = PrefixIndex(form=form, budget=MiB, block_size=4, seed="s", keys="engine", counting="set")
     tokens = list(range(14))
     plain = [hash_to_u64(block) for block in hash_blocks(tokens, 4, seed="s")]
     special = [
@@ -326,7 +334,7 @@ def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
 
 
 def test_a_subscribers_updates_are_followed(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.follow(Received("a", 0, batch(stored([1, 2]))))
     index.follow(StateChanged("a", State.EXACT))
     assert index.match([1, 2]).any.tolist() == [2]
@@ -348,7 +356,7 @@ def test_wrong_settings_say_what_was_expected(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_too_many_workers_are_refused(form: str) -> None:
-    index = PrefixIndex(form=form, budget=64 * MiB)
+    index = PrefixIndex(form=form, budget=64 * MiB, keys="engine", counting="set")
     for number in range(4096):
         index.add_worker(f"w{number}")
     with pytest.raises(InputError, match="no room for more than 4096"):

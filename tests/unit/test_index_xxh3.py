@@ -109,7 +109,8 @@ class Feed:
     """An index, and a way to send it events over the wire."""
 
     def __init__(self, form: str, **options: Any) -> None:
-        self.index = PrefixIndex(form=form, keys="xxh3", block_size=4, **({"budget": 4 * MiB} | options))
+        options = {"budget": 4 * MiB, "counting": "set"} | options
+        self.index = PrefixIndex(form=form, keys="xxh3", block_size=4, **options)
         self._encoder, self._decode = EventEncoder(), self.index.decoder()
 
     def send(self, worker: str, *events: Any) -> None:

@@ -13,6 +13,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
 from typing import Any, Self
 
 import msgspec
@@ -20,6 +22,8 @@ import pytest
 import zmq
 from tests.unit.server_kit import SMALL, Client, T, publish, publishing, registered, stored, until
 
+from kvtier.cli.index import serve_command
+from kvtier.config import parse_size
 from kvtier.errors import OutsideError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
@@ -560,17 +564,27 @@ def test_places_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> N
     assert told == ["WARNING"]
 
 
-@pytest.mark.parametrize("by", ["setting", "environment"])
-def test_a_compiled_form_that_is_asked_for_is_compiled_before_it_serves(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("by", ["setting", "environment", "default"])
+def test_a_compiled_index_is_compiled_before_it_serves(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba", reason="without numba there is nothing to compile")
     warmed: list[str] = []
     monkeypatch.setattr(PrefixIndex, "warm_up", lambda index: warmed.append(index.form))
+    monkeypatch.delenv("KVTIER_INDEX", raising=False)
     if by == "environment":
         monkeypatch.setenv("KVTIER_INDEX", "numba")
     Service(Settings(budget=4 << 20, form="numba" if by == "setting" else None)).close()
     assert warmed == ["numba"]
+
+
+def test_an_index_and_a_server_have_the_same_defaults() -> None:
+    index = {name: parameter.default for name, parameter in signature(PrefixIndex).parameters.items()}
+    server = {field.name: field.default for field in fields(Settings)}
+    command = {name: parameter.default for name, parameter in signature(serve_command).parameters.items()}
+    for name in ("keys", "budget", "form", "seed", "counting"):
+        assert index[name] == server[name], name
+    assert command["keys"] == index["keys"]
+    assert command["counting"] == index["counting"]
+    assert parse_size(command["budget"], "budget") == index["budget"]
 
 
 def test_without_descriptors_left_a_registration_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

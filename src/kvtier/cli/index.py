@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvtier.index.service import Registration
 
 
+_SLOW_START = 3.0
+"""Seconds after which a start that takes so long is explained; most take less than one."""
 _LEAST_BUDGET = 4 << 20
 """With less, an index has room for hardly any block, or cannot be compiled."""
 
@@ -103,13 +106,22 @@ def serve_command(
         token=None if token_file is None else read_token(token_file),
         ipc=allow_ipc,
     )
+    slow = Timer(_SLOW_START, lambda: remark("not ready yet: a first start on a machine compiles the index"))
+    slow.daemon = True
+    slow.start()
+
+    def on_ready(url: str) -> None:
+        slow.cancel()
+        slow.join()  # it may be printing
+        remark(f"serving on {url}")
+
     serve(
         host,
         port,
         settings=settings,
         access=access,
         follow=[_registration(text, model_name, block_size) for text in follow or ()],
-        on_ready=lambda url: remark(f"serving on {url}"),
+        on_ready=on_ready,
     )
 
 

@@ -1,7 +1,6 @@
-"""The two forms of an index, compiled and plain: which one is used, and how both share the budget.
+"""The two forms of an index, compiled and plain: which one is used, and how its budget is divided.
 
-`auto` is plain until numba has compiled everything in the background, and then compiled: see
-`kvtier.index.form_switch`. Any thread may call these functions.
+Any thread may call these functions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Keys = Literal["engine", "xxh3"]
 
 @dataclass(slots=True)
 class Form:
-    """The current table and names of an index. With the engine's own keys, `names` stays empty."""
+    """The table and the names of an index. With the engine's own keys, `names` stays empty."""
 
     table: Table
     names: Names
@@ -49,13 +48,15 @@ class Allowance:
 
 
 def choose_form(form: str | None) -> str:
-    """Return the wanted form: the parameter's, else that of `KVTIER_INDEX`, else the fastest."""
-    form = form or os.environ.get("KVTIER_INDEX") or ("numba" if find_spec("numba") else "python")
+    """Return the form: the parameter's, else that of `KVTIER_INDEX`; `auto` is the fastest installed one."""
+    form = form or os.environ.get("KVTIER_INDEX") or AUTO
     if form not in (*FORMS, AUTO):
         raise InputError(f"index form: expected one of {', '.join((*FORMS, AUTO))}, got {form!r}")
     if form == "numba" and not find_spec("numba"):
         raise InputError("index form: numba is wanted but not installed: pip install numba")
-    return "python" if form == AUTO and not find_spec("numba") else form
+    if form == AUTO:
+        return "numba" if find_spec("numba") else "python"
+    return form
 
 
 def allowance_of(keys: Keys, budget: int) -> int:

@@ -68,11 +68,10 @@ class Names(Protocol):
 
 
 class PlainNames:
-    """Names in dicts. A `twin` gets the same names: see `kvtier.index.form_switch`."""
+    """Names in dicts."""
 
     def __init__(self, table: Table, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes."""
-        self.twin: Names | None = None
         self._table = table
         self._most = budget // _NAME_BYTES
         self._names: dict[int, dict[int, int]] = {}
@@ -90,23 +89,10 @@ class PlainNames:
         before = len(names)
         names.update(zip(hashes, keys.tolist(), strict=True))
         self._count += len(names) - before
-        self._put_twin(worker, hashes, keys)
         return True
-
-    def _put_twin(self, worker: int, hashes: Sequence[int], keys: Hashes) -> None:
-        """Put names into the twin as well; a twin without room for them is given up."""
-        if self.twin is not None and not self.twin.put(worker, hashes, keys):
-            self.twin = None
-
-    def copy_to_twin(self, part: NamePart) -> None:
-        """Put some existing names into the twin."""
-        if len(part.workers):
-            self._put_twin(int(part.workers[0]), part.hashes.tolist(), part.keys)
 
     def clear(self, worker: int) -> None:
         self._count -= len(self._names.pop(worker, ()))
-        if self.twin is not None:
-            self.twin.clear(worker)
 
     def tidy(self) -> None:
         if self._count > self._untidy:
@@ -126,10 +112,8 @@ class PlainNames:
             yield from parts_of(worker, list(self._names.get(worker, ())), partial(self.get, worker))
 
     def bytes(self) -> int:
-        return self._count * _NAME_BYTES + (0 if self.twin is None else self.twin.bytes())
+        return self._count * _NAME_BYTES
 
     def check(self) -> None:
         if self._count != sum(map(len, self._names.values())):
             raise IntegrityError("index names: the count is not that of the names")
-        if self.twin is not None:
-            self.twin.check()

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +28,6 @@ from kvtier.index.base import (
     tiers_of,
 )
 
-if TYPE_CHECKING:
-    from kvtier.index.compiled.table import CompiledTable
-
-
 _BLOCK_BYTES = 128
 _SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
 _AREA_BITS = (1 << MAX_AREAS) - 1
@@ -51,14 +45,13 @@ class _Holders:
 
 
 class PlainTable:
-    """A table in a dict. See `kvtier.index.base.Table`; for its twin, `kvtier.index.form_switch`."""
+    """A table in a dict. See `kvtier.index.base.Table`."""
 
     form = "python"
 
     def __init__(self, budget: int) -> None:
         """Hold as many blocks as surely fit into `budget` bytes."""
         self.areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
-        self.twin: CompiledTable | None = None
         self._budget = budget
         self._blocks: dict[int, _Holders] = {}
         self._sets: dict[int, _Holders] = {}  # by mask
@@ -69,23 +62,8 @@ class PlainTable:
         self._drops: list[int] = []
         self._dropped = self._unknown = 0
 
-    def attach(self, twin: CompiledTable) -> bool:
-        """From now on, make every change in an empty table too; `False` if that lacks room."""
-        if not twin.grow(max(1, len(self._held))):
-            return False
-        if any(twin.add_area(area) is None for area in self.areas[AREAS:]):
-            return False
-        for worker, groups in enumerate(self._needed):
-            twin.require(worker, groups)
-        self.twin = twin
-        return True
-
-    def hand_over(self, twin: CompiledTable) -> None:
-        """Give the counters to the twin, which has all blocks."""
-        twin.adopt(self.stats(), self._drops)
-
     def grow(self, workers: int) -> bool:
-        if workers > MAX_WORKERS or (self.twin is not None and not self.twin.grow(workers)):
+        if workers > MAX_WORKERS:
             return False
         while len(self._held) < workers:
             self._held.append([0] * MAX_AREAS)
@@ -94,15 +72,13 @@ class PlainTable:
         return True
 
     def add_area(self, area: IndexArea) -> int | None:
-        if len(self.areas) == MAX_AREAS or (self.twin is not None and self.twin.add_area(area) is None):
+        if len(self.areas) == MAX_AREAS:
             return None
         self.areas.append(area)
         return len(self.areas) - 1
 
     def require(self, worker: int, groups: int) -> None:
         self._needed[worker] = groups
-        if self.twin is not None:
-            self.twin.require(worker, groups)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -154,8 +130,6 @@ class PlainTable:
             self._replace(key, old, new or self._new_set(bit if old is None else old.mask | bit))
             self._held[worker][area] += 1
             fresh.append(True)
-        if self.twin is not None:
-            self.twin.store(worker, area, np.array(list(compress(keys, fresh)), np.uint64))
         return fresh
 
     def _remove(self, worker: int, area: int, keys: list[int]) -> None:
@@ -173,9 +147,6 @@ class PlainTable:
             if rest and new is None:
                 self._forget(rest)
             self._replace(key, old, new)
-        if self.twin is not None:
-            edits = np.array([(Op.REMOVED, area, len(keys))])
-            self.twin.apply(worker, edits, np.array(keys, np.uint64))
 
     def refuse(self, worker: int, count: int) -> None:
         self._dropped += count
@@ -232,8 +203,6 @@ class PlainTable:
         self._dead = sum(holders.blocks for holders in self._all if not holders.mask)
         if 2 * self._dead > len(self._blocks):
             self._sweep()
-        if self.twin is not None:
-            self.twin.clear(worker)
 
     def _sweep(self) -> None:
         """Remove the entries without holders.
@@ -302,27 +271,14 @@ class PlainTable:
         on = {mask: self._tiers_of(mask) for mask in set(masks)}
         return [on[mask] for mask in masks]
 
-    def copy_to_twin(self, hashes: Hashes) -> None:
-        """Store the holders of these blocks in the twin."""
-        by_holders: dict[_Holders, list[int]] = {}
-        for key in hashes.tolist():
-            by_holders.setdefault(self._blocks[key], []).append(key)
-        for holders, keys in by_holders.items():
-            for worker, area in _holders(holders.mask):
-                if self.twin is not None:
-                    self.twin.store(worker, area, np.array(keys, np.uint64))
-
     def _bytes(self) -> int:
         return len(self._blocks) * _BLOCK_BYTES + len(self._all) * _SET_BYTES
 
     def stats(self) -> TableStats:
-        blocks, taken = len(self._blocks) - self._dead, self._bytes()
-        taken += 0 if self.twin is None else self.twin.stats().bytes
-        return TableStats(blocks, len(self._all), taken, self._budget, self._dropped, self._unknown)
+        blocks = len(self._blocks) - self._dead
+        return TableStats(blocks, len(self._all), self._bytes(), self._budget, self._dropped, self._unknown)
 
     def check(self) -> None:
-        if self.twin is not None:
-            self.twin.check()
         counted = Counter(place for holders in self._blocks.values() for place in _holders(holders.mask))
         held = {(w, area): n for w, areas in enumerate(self._held) for area, n in enumerate(areas) if n}
         wrong = {

@@ -4,13 +4,12 @@
     with Subscriber([Source("worker-0", "tcp://host:5557")], decode=index.decoder()) as updates:
         for update in updates:
             index.follow(update)
-    index.match(hashes)
+    index.match_tokens(tokens)
 
-Keys are the engine's own hashes, or (`keys="xxh3"`) hashes of the tokens, equal for all engines. Two table
-forms give the same answers: compiled by numba (the extra `index`), or plain Python. The environment
-variable `KVTIER_INDEX`, or the parameter `form`, picks one; otherwise numba is used if it is installed.
-`form="auto"` answers in plain Python until numba has compiled in the background, and then switches to the
-compiled form without losing anything.
+Keys are hashes of the tokens (`keys="xxh3"`), equal for all engines, or the engine's own hashes. Two table
+forms give the same answers: compiled by numba (the extra `index`), or plain Python. An index has one form
+from its start: that of the parameter `form`, else that of the environment variable `KVTIER_INDEX`, else
+numba if it is installed.
 
 The table, the names that XXH3 keys need, blocks that wait for their parent and counts of duplicates
 together never take more than the byte budget. A block that finds no room is refused and counted; so is a
@@ -25,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from threading import RLock
 from typing import Any, Literal, NamedTuple
@@ -35,11 +35,10 @@ import numpy.typing as npt
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
-from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, frame_batch
-from kvtier.index import form_switch
+from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
 from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier
 from kvtier.index.event_intake import Intake
-from kvtier.index.forms import AUTO, Allowance, Keys, allowance_of, choose_form, make_form
+from kvtier.index.forms import Allowance, Keys, allowance_of, choose_form, make_form
 from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
@@ -90,41 +89,34 @@ class PrefixIndex:
     def __init__(
         self,
         *,
-        keys: Keys = "engine",
+        keys: Keys = "xxh3",
         block_size: int | None = None,
         budget: int = 1 << 30,
         form: str | None = None,
         seed: str = "",
-        counting: Counting = "set",
+        counting: Counting = "count",
     ) -> None:
         """Start empty.
 
         `block_size` is the number of tokens in a block; `None` takes that of the first store, and until
         then no prompt matches. Stores of other sizes are refused, whatever the keys are: answers count
         blocks, and must mean the same for every worker. `seed` is the engine's hash seed, which token
-        queries need. `counting` is how workers announce blocks: `set` once each, as kvtier does, or `count`
-        once for every copy, as vLLM and SGLang do.
+        queries need. `counting` is how workers announce blocks: `count` once for every copy, as vLLM and
+        SGLang do (a worker that holds every block once, as kvtier's, is a special case of that), or `set`
+        once each, whatever the number of copies.
         """
         if keys not in ("engine", "xxh3"):
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")
         if block_size is not None and block_size < 1:
             raise InputError(f"block_size: expected at least 1 token, got {block_size}")
         self.keys, self.seed, self.counting = keys, seed, counting
-        self._wanted = choose_form(form)
         self._budget = budget
         self._allowance = Allowance(allowance_of(keys, budget))
-        # A plain form leaves room for the compiled form that is made beside it later.
-        self._form = (
-            make_form("python", keys, budget * 3 // 4)
-            if self._wanted == AUTO
-            else make_form(self._wanted, keys, budget)
-        )
+        self._form = make_form(choose_form(form), keys, budget)
         self._lock = RLock()
         self._workers: dict[str, KnownWorker] = {}
         self._names: tuple[str | None, ...] = ()
         self._intake = Intake(self._form, keys, block_size)
-        if self._wanted == AUTO:
-            form_switch.start(self)
 
     @property
     def block_size(self) -> int | None:
@@ -133,7 +125,7 @@ class PrefixIndex:
 
     @property
     def form(self) -> str:
-        """The current form of the index: `numba` or `python`."""
+        """The form of the index: `numba` or `python`."""
         return self._form.table.form
 
     @property
@@ -143,12 +135,19 @@ class PrefixIndex:
 
     def decoder(self) -> Callable[[bytes], Batch]:
         """Return the fastest batch reader for this index, for a subscriber. Each thread needs its own."""
-        return form_switch.BatchDecoder(self)
+        needs_tokens = self.keys == "xxh3"
+        if self.form == "python":
+            return partial(decode_batch, tokens=needs_tokens)
+        from kvtier.index.compiled.scan import Scanner
+
+        return Scanner(needs_tokens)
 
     def warm_up(self) -> None:
-        """Compile the code for this kind of index: a minute once on a machine, then next to nothing."""
-        form = "numba" if self._wanted == AUTO else self._wanted
-        twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=form, counting="count")
+        """Compile everything that this kind of index runs, which the first calls would do otherwise.
+
+        It takes some ten seconds once on a machine, and half a second in later processes.
+        """
+        twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=self.form, counting="count")
         decode, encoder = twin.decoder(), EventEncoder()
         tokens = list(range(1, 4))
         events = [
@@ -163,13 +162,6 @@ class PrefixIndex:
             pass
         twin.remove_worker("twin")
         twin._form.names.sweep()
-
-    def switch_to_compiled(self) -> Iterator[None]:
-        """Switch from the plain form to the compiled one, one slice per step: see `form_switch`."""
-        new = make_form("numba", self.keys, self._budget)
-        yield from form_switch.copy_and_switch(
-            self._lock, self._form, new, self._budget - self._allowance.limit
-        )
 
     # -- workers -----------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ logged once, and is counted.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -80,7 +79,10 @@ def worst(trusts: list[Trust]) -> Trust:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of every index of a service. `budget` is per group."""
+    """The settings of every index of a service, and their defaults, as of `PrefixIndex`.
+
+    `budget` is per group.
+    """
 
     keys: Literal["engine", "xxh3"] = "xxh3"
     seed: str = ""
@@ -191,6 +193,7 @@ class Service:
     """Follows publishers and answers questions about them. `close()` ends it."""
 
     def __init__(self, settings: Settings | None = None) -> None:
+        """Compile the index's loops, which takes some ten seconds once on a machine, and start to follow."""
         self.settings = settings or Settings()
         self.failure: str | None = None
         self.ignored = 0  # batches that could not be applied, over all registrations so far
@@ -199,10 +202,10 @@ class Service:
         self._registered: dict[tuple[GroupKey, str, int], Followed] = {}
         self._sources: dict[str, Followed] = {}
         self._numbers = count()
-        probe = self._new_index(1, budget=1 << 20)
-        if probe.form == "numba":
-            probe.warm_up()
-        self._subscriber: Subscriber[Any] = Subscriber(decode=probe.decoder(), limits=self.settings.limits)
+        sample = self._new_index(1, budget=1 << 20)
+        if sample.form == "numba":
+            sample.warm_up()  # before any publisher is followed: no batch waits for the compiler
+        self._subscriber: Subscriber[Any] = Subscriber(decode=sample.decoder(), limits=self.settings.limits)
         self._thread = threading.Thread(target=self._follow, name="kvtier-index", daemon=True)
         self._thread.start()
 
@@ -258,7 +261,7 @@ class Service:
             keys=wanted.keys,
             block_size=block_size,
             budget=wanted.budget if budget is None else budget,
-            form=wanted.form or os.environ.get("KVTIER_INDEX") or "auto",
+            form=wanted.form,
             seed=wanted.seed,
             counting=wanted.counting,
         )

@@ -9,7 +9,7 @@ that finds no room is refused and counted. The smallest budget is 256 KiB. Not f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -216,11 +216,6 @@ class CompiledTable:
 
     def dropped(self, worker: int) -> int:
         return int(self._held[worker, MAX_AREAS])
-
-    def adopt(self, stats: TableStats, dropped: Sequence[int]) -> None:
-        """Continue the counters of a table with the same blocks; `dropped` has its counts per worker."""
-        self._meta[[DROPPED, UNKNOWN]] = stats.dropped, stats.unknown
-        self._held[: len(dropped), MAX_AREAS] = dropped
 
     def hashes(self) -> Iterator[Hashes]:
         for part in self._cells.parts(changes.WIDTH):
