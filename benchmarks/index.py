@@ -41,8 +41,8 @@ from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.base import Op
 from kvtier.index.base import Table as IndexTable
-from kvtier.index.forms import choose_form
-from kvtier.index.plain_table import PlainTable
+from kvtier.index.plain import PlainTable
+from kvtier.index.prefix import choose_form
 
 BLOCK_SIZE, BATCH_BLOCKS, CHAIN_BATCHES = 16, 64, 8
 FIRST_BLOCKS = 8 * BATCH_BLOCKS * CHAIN_BATCHES

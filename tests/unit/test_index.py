@@ -18,8 +18,8 @@ from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mar
 from kvtier.events.updates import Received, Reset, State, StateChanged
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch, place_of
 from kvtier.index import PrefixIndex, StorageTier
-from kvtier.index.forms import FORMS
-from kvtier.index.places import tier_of
+from kvtier.index.base import tier_of
+from kvtier.index.prefix import FORMS
 from kvtier.keys import LoRAKey, SaltKey, hash_blocks, hash_to_u64
 
 KiB, MiB = 1 << 10, 1 << 20

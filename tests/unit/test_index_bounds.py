@@ -16,7 +16,7 @@ import pytest
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import PrefixIndex, StorageTier
-from kvtier.index.forms import FORMS
+from kvtier.index.prefix import FORMS
 from kvtier.log_limit import LogLimit
 
 MiB = 1 << 20

@@ -22,7 +22,7 @@ import pytest
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of
 from kvtier.index import PrefixIndex, StorageTier
-from kvtier.index.places import FULL_ATTENTION, tier_of
+from kvtier.index.base import FULL_ATTENTION, tier_of
 
 HISTORIES = int(os.environ.get("KVTIER_HISTORIES", "600"))
 SIZE = 4

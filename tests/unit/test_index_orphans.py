@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import IntegrityError
-from kvtier.index.forms import Allowance
-from kvtier.index.orphans import Orphans
+from kvtier.index.base import Allowance
+from kvtier.index.translate import Orphans
 
 GPU, CPU = 0, 1
 

@@ -26,12 +26,10 @@ from kvtier.events.wire import (
     place_of,
     to_u64,
 )
-from kvtier.index.base import Op
-from kvtier.index.compiled.changes import apply
-from kvtier.index.compiled.jit import COMPILED_IN, stamp_of
-from kvtier.index.compiled.msgpack import integer, skip_integers
-from kvtier.index.compiled.scan import ScannedBatch, Scanner
-from kvtier.index.places import PLACES
+from kvtier.index.base import PLACES, Op
+from kvtier.index.compiled import COMPILED_IN, stamp_of
+from kvtier.index.compiled.blocks import apply
+from kvtier.index.compiled.scan import ScannedBatch, Scanner, integer, skip_integers
 
 SCANNERS = {tokens: Scanner(tokens) for tokens in (False, True)}
 ENCODERS = [

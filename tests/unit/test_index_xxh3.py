@@ -17,7 +17,7 @@ from kvtier.errors import InputError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import EventEncoder, frame_batch
 from kvtier.index import PrefixIndex
-from kvtier.index.forms import FORMS
+from kvtier.index.prefix import FORMS
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of, token_array
 
 MiB = 1 << 20

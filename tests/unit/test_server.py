@@ -27,8 +27,7 @@ from kvtier.config import parse_size
 from kvtier.errors import OutsideError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
-from kvtier.index.forms import FORMS
-from kvtier.index.prefix import PrefixIndex
+from kvtier.index.prefix import FORMS, PrefixIndex
 from kvtier.index.server import IndexServer
 from kvtier.index.service import GroupKey, Registration, Service, Settings
 from kvtier.index.xxh3 import chain_keys, local_hashes, token_array

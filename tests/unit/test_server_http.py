@@ -30,8 +30,7 @@ from tests.unit.server_kit import (
 
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved
-from kvtier.index.access import Access, read_token
-from kvtier.index.http import HttpError, HttpLimits, HttpRequest, HttpServer, Response
+from kvtier.index.http import Access, HttpError, HttpLimits, HttpRequest, HttpServer, Response, read_token
 from kvtier.index.server import IndexServer
 from kvtier.index.service import Settings
 

@@ -90,7 +90,7 @@ def serve_command(
     """
     import logging
 
-    from kvtier.index.access import Access, read_token
+    from kvtier.index.http import Access, read_token
     from kvtier.index.server import serve
     from kvtier.index.service import Settings
 

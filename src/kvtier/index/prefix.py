@@ -22,9 +22,11 @@ Any thread may call anything here; calls exclude each other, and a batch is appl
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
 from threading import RLock
 from typing import Any, Literal, NamedTuple
@@ -36,21 +38,76 @@ from kvtier.errors import InputError, IntegrityError
 from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
 from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
-from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier
-from kvtier.index.event_intake import Intake
-from kvtier.index.forms import Allowance, Keys, allowance_of, choose_form, make_form
-from kvtier.index.workers import KnownWorker
+from kvtier.index.applier import Intake, KnownWorker
+from kvtier.index.base import (
+    MAX_AREAS,
+    MIN_COMPILED_BYTES,
+    Allowance,
+    Form,
+    Hashes,
+    Keys,
+    Match,
+    StorageTier,
+)
+from kvtier.index.plain import PlainNames, PlainTable
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
 from kvtier.keys import hash_blocks as hash_as_engine
 
 logger = logging.getLogger(__name__)
 
+FORMS = ("numba", "python")
+AUTO = "auto"
 Counting = Literal["set", "count"]
 Entry = tuple[str, int, StorageTier]
 """A worker, the hash of a block that it holds, and the tier."""
 _NO_HASHES = np.empty(0, np.uint64)
 _U64 = (1 << 64) - 1
+
+
+def choose_form(form: str | None) -> str:
+    """Return the form: the parameter's, else that of `KVTIER_INDEX`; `auto` is the fastest installed one."""
+    form = form or os.environ.get("KVTIER_INDEX") or AUTO
+    if form not in (*FORMS, AUTO):
+        raise InputError(f"index form: expected one of {', '.join((*FORMS, AUTO))}, got {form!r}")
+    if form == "numba" and not find_spec("numba"):
+        raise InputError("index form: numba is wanted but not installed: pip install numba")
+    if form == AUTO:
+        return "numba" if find_spec("numba") else "python"
+    return form
+
+
+def allowance_of(keys: Keys, budget: int) -> int:
+    """Return how many bytes of a budget are for data beside the table and the names.
+
+    Blocks that wait for their parent are large. An index with the engine's keys has only duplicates, which
+    are few.
+    """
+    return budget // (8 if keys == "xxh3" else 64)
+
+
+def make_form(form: str, keys: Keys, budget: int) -> Form:
+    """Make a table, and names if its keys need them.
+
+    A name takes one and a half times the bytes of a block.
+    """
+    left = budget - allowance_of(keys, budget)
+    table_budget = left if keys == "engine" else left * 2 // 5
+    if form == "python":
+        plain = PlainTable(table_budget)
+        return Form(plain, PlainNames(plain, left - table_budget))
+    if table_budget < MIN_COMPILED_BYTES:
+        least = MIN_COMPILED_BYTES * budget // table_budget + 1 if table_budget else MIN_COMPILED_BYTES * 3
+        raise InputError(
+            f"budget: expected at least {least} bytes for a compiled index with {keys} keys, got {budget}"
+        )
+    from kvtier.index.compiled.names import CompiledNames
+    from kvtier.index.compiled.table import CompiledTable
+
+    table = CompiledTable(table_budget)
+    if keys == "engine":
+        return Form(table, PlainNames(table, 0))
+    return Form(table, CompiledNames(table, left - table_budget))
 
 
 class WorkerStats(NamedTuple):

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Self
 
 from kvtier.errors import InputError, OutsideError
-from kvtier.index.access import Access
-from kvtier.index.http import HttpLimits, HttpServer
+from kvtier.index.http import Access, HttpLimits, HttpServer
 from kvtier.index.routes import Api
 from kvtier.index.service import Registration, Service, Settings
 

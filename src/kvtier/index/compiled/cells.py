@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.index.compiled.jit import jit, prefetch
+from kvtier.index.compiled import jit, prefetch
 
 CELLS = 1024
 LIMIT = CELLS * 4 // 5

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.index.compiled.jit import fold_product, jit, swap_bytes
+from kvtier.index.compiled import fold_product, jit, swap_bytes
 from kvtier.index.xxh3 import SEED
 
 _SECRET_BYTES = bytes.fromhex(

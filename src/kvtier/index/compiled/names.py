@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import IntegrityError
-from kvtier.index.base import MAX_WORKERS, Hashes, Op
+from kvtier.index.base import MAX_WORKERS, SLACK, Hashes, NamePart, Op
+from kvtier.index.compiled import jit
+from kvtier.index.compiled.blocks import holds_one
 from kvtier.index.compiled.cells import (
     CELLS,
     FILL,
@@ -33,8 +35,6 @@ from kvtier.index.compiled.cells import (
     words_of,
 )
 from kvtier.index.compiled.hashing import chain_one, hash_block
-from kvtier.index.compiled.jit import jit
-from kvtier.index.compiled.lookups import holds_one
 from kvtier.index.compiled.scan import (
     FIRST_TOKEN,
     HAS_PARENT,
@@ -44,7 +44,6 @@ from kvtier.index.compiled.scan import (
     Scanned,
 )
 from kvtier.index.compiled.table import CompiledTable
-from kvtier.index.names import SLACK, NamePart
 from kvtier.index.xxh3 import SEED
 
 _WIDTH, _TAG, _KEY = 5, 2, 3  # words of a cell, and the positions of tag and key

@@ -1,4 +1,4 @@
-"""The table in plain Python: a dict of holder sets. Same answers as the compiled one, no compiler needed.
+"""The table and the names in plain Python: dicts. Same answers as the compiled ones, no compiler needed.
 
 A block costs more here: 128 bytes in the worst case (its hash, its entry in a dict that has just doubled,
 and the old dict that is being copied). The budget counts that. A block that finds no room is refused and
@@ -8,7 +8,8 @@ counted. Not for several threads at once: `PrefixIndex` ensures that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +19,22 @@ from kvtier.index.base import (
     AREAS,
     MAX_AREAS,
     MAX_WORKERS,
+    SLACK,
     Columns,
     Edits,
     Hashes,
     IndexArea,
+    NamePart,
     Op,
     StorageTier,
+    Table,
     TableStats,
+    parts_of,
     tiers_of,
 )
 
 _BLOCK_BYTES = 128
+_NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
 _SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
 _AREA_BITS = (1 << MAX_AREAS) - 1
 _SLICE = 1024
@@ -295,6 +301,58 @@ class PlainTable:
             raise IntegrityError(
                 f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}"
             )
+
+
+class PlainNames:
+    """Names in dicts."""
+
+    def __init__(self, table: Table, budget: int) -> None:
+        """Name blocks of `table`, in at most `budget` bytes."""
+        self._table = table
+        self._most = budget // _NAME_BYTES
+        self._names: dict[int, dict[int, int]] = {}
+        self._count = 0
+        self._untidy = SLACK
+
+    def get(self, worker: int, engine_hash: int) -> int | None:
+        names = self._names.get(worker)
+        return None if names is None else names.get(engine_hash)
+
+    def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
+        if self._count + len(hashes) > self._most:
+            return False
+        names = self._names.setdefault(worker, {})
+        before = len(names)
+        names.update(zip(hashes, keys.tolist(), strict=True))
+        self._count += len(names) - before
+        return True
+
+    def clear(self, worker: int) -> None:
+        self._count -= len(self._names.pop(worker, ()))
+
+    def tidy(self) -> None:
+        if self._count > self._untidy:
+            if self._count > 2 * self._table.holdings() + SLACK:
+                self.sweep()
+            self._untidy = max(SLACK, self._count * 5 // 4)
+
+    def sweep(self) -> None:
+        for worker, names in self._names.items():
+            held = self._table.holds(worker, np.fromiter(names.values(), np.uint64, len(names)))
+            for name in [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]:
+                del names[name]
+        self._count = sum(map(len, self._names.values()))
+
+    def parts(self) -> Iterator[NamePart]:
+        for worker in list(self._names):
+            yield from parts_of(worker, list(self._names.get(worker, ())), partial(self.get, worker))
+
+    def bytes(self) -> int:
+        return self._count * _NAME_BYTES
+
+    def check(self) -> None:
+        if self._count != sum(map(len, self._names.values())):
+            raise IntegrityError("index names: the count is not that of the names")
 
 
 def _holders(mask: int) -> Iterator[tuple[int, int]]:
