@@ -318,7 +318,7 @@ def measure_match(form: str) -> dict[str, float]:
         store(index, f"w{worker}", shared)
         store(index, f"w{worker}", ragged[: 5 + 15 * worker])
         store(index, f"w{worker}", ragged[: 8 + 15 * worker], "CPU")
-    assert (index.match(shared).any == 1000).all()
+    assert (index.match(shared).on_any_tier == 1000).all()
     junk = np.zeros(1 << 26, np.uint8)
 
     def evict() -> None:

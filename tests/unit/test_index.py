@@ -134,10 +134,14 @@ def assert_same(index: PrefixIndex, model: Model, hashes: list[int]) -> None:
     assert {name for name in match.workers if name is not None} == model.workers.keys()
     for row, name in enumerate(match.workers):
         if name is not None:
-            found = int(match.any[row]), match.alone[row].tolist(), match.reach[row].tolist()
+            found = (
+                int(match.on_any_tier[row]),
+                match.on_tier[row].tolist(),
+                match.down_to_tier[row].tolist(),
+            )
             assert found == model.depths(name, hashes)
         else:
-            assert not match.any[row]
+            assert not match.on_any_tier[row]
 
 
 @pytest.mark.parametrize("counting", ["set", "count"])
@@ -195,16 +199,16 @@ def test_the_walk_goes_down_the_tiers(form: str) -> None:
     index.apply("a", batch(stored([1, 2]), stored([3], "CPU"), stored([4], "STORAGE"), stored([5], "GPU")))
     match = index.match([1, 2, 3, 4, 5])
     assert match.workers == ("a",)
-    assert match.reach.tolist() == [[2, 3, 4]]
-    assert match.alone.tolist() == [[2, 0, 0]]
-    assert match.any.tolist() == [5]
+    assert match.down_to_tier.tolist() == [[2, 3, 4]]
+    assert match.on_tier.tolist() == [[2, 0, 0]]
+    assert match.on_any_tier.tolist() == [5]
 
 
 def test_negative_hashes_are_the_same_bits(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(stored([-1, 5])))
-    assert index.match([(1 << 64) - 1, 5]).any.tolist() == [2]
-    assert index.match([-1]).any.tolist() == [1]
+    assert index.match([(1 << 64) - 1, 5]).on_any_tier.tolist() == [2]
+    assert index.match([-1]).on_any_tier.tolist() == [1]
     with pytest.raises(InputError, match="expected integers"):
         index.match(["x"])
 
@@ -218,7 +222,7 @@ def test_a_freed_number_is_used_again_and_starts_empty(form: str) -> None:
     assert index.match([1, 2]).workers == ("a", None, "c")
     index.add_worker("d")
     match = index.match([1, 2])
-    assert (match.workers, match.any.tolist()) == (("a", "d", "c"), [2, 0, 2])
+    assert (match.workers, match.on_any_tier.tolist()) == (("a", "d", "c"), [2, 0, 2])
     index.check()
 
 
@@ -252,7 +256,7 @@ def test_the_budget_is_never_exceeded(form: str) -> None:
     assert {key for _, key, _ in index.entries()} <= held
     index.clear("a")
     index.apply("b", batch(stored([1, 2, 3])))
-    assert index.match([1, 2, 3]).any.tolist() == [0, 3]
+    assert index.match([1, 2, 3]).on_any_tier.tolist() == [0, 3]
     assert index.worker_stats("a").dropped == 0
     assert index.incomplete() == {}
     index.check()
@@ -304,7 +308,7 @@ def test_groups_without_full_attention_are_left_out(form: str) -> None:
         "a", batch(stored([1, 2], **window), stored([1], group_idx=0, kv_cache_spec_kind="full_attention"))
     )
     index.apply("a", batch(removed([1], group_idx=1), stored([7], group_idx=2)))
-    assert index.match([1, 2]).any.tolist() == [1]
+    assert index.match([1, 2]).on_any_tier.tolist() == [1]
     assert index.stats().ignored == 3
 
 
@@ -327,8 +331,8 @@ def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
     ]
     index.apply("a", batch(stored(plain)))
     index.apply("b", batch(stored(special[:2])))
-    assert index.match_tokens(tokens).any.tolist() == [3, 0]
-    assert index.match_tokens(np.array(tokens), lora="x", salt="y").any.tolist() == [0, 2]
+    assert index.match_tokens(tokens).on_any_tier.tolist() == [3, 0]
+    assert index.match_tokens(np.array(tokens), lora="x", salt="y").on_any_tier.tolist() == [0, 2]
     with pytest.raises(InputError, match="tokens"):
         index.match_tokens([-1, 2, 3, 4])
 
@@ -337,9 +341,9 @@ def test_a_subscribers_updates_are_followed(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.follow(Received("a", 0, batch(stored([1, 2]))))
     index.follow(StateChanged("a", State.EXACT))
-    assert index.match([1, 2]).any.tolist() == [2]
+    assert index.match([1, 2]).on_any_tier.tolist() == [2]
     index.follow(Reset("a"))
-    assert index.match([1, 2]).any.tolist() == [0]
+    assert index.match([1, 2]).on_any_tier.tolist() == [0]
     assert index.workers == ("a",)
 
 
@@ -362,7 +366,7 @@ def test_too_many_workers_are_refused(form: str) -> None:
     with pytest.raises(InputError, match="no room for more than 4096"):
         index.add_worker("one more")
     index.apply("w4095", batch(stored([1, 2]), stored([3], "CPU")))
-    assert index.match([1, 2, 3]).reach[4095].tolist() == [2, 3, 3]
+    assert index.match([1, 2, 3]).down_to_tier[4095].tolist() == [2, 3, 3]
     index.check()
 
 

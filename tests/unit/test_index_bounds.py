@@ -50,7 +50,7 @@ def send(index: PrefixIndex, worker: str, *events: Any) -> None:
 
 def depth(index: PrefixIndex, hashes: list[int], **more: Any) -> int:
     match = index.match(hashes) if index.keys == "engine" else index.match_tokens(tokens_of(hashes), **more)
-    return int(match.any[0])
+    return int(match.on_any_tier[0])
 
 
 FULL = {"kv_cache_spec_kind": "full_attention"}
@@ -69,12 +69,12 @@ def test_a_block_counts_if_all_groups_of_full_attention_hold_it(form: str, keys:
     send(index, "a", stored(blocks, medium="CPU", group_idx=0))
     assert index.match(
         index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
-    ).reach.tolist() == [[1, 1, 1]]
+    ).down_to_tier.tolist() == [[1, 1, 1]]
     # Known by now, though the event does not say what it is.
     send(index, "a", stored(blocks, medium="CPU", group_idx=1))
     assert index.match(
         index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
-    ).reach.tolist() == [[1, 4, 4]]
+    ).down_to_tier.tolist() == [[1, 4, 4]]
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -129,7 +129,7 @@ def test_extra_keys_of_another_number_of_blocks_are_refused(form: str) -> None:
 def test_the_block_size_is_learnt_from_the_first_store(form: str, keys: Any) -> None:
     index = PrefixIndex(form=form, keys=keys, block_size=None, budget=4 * MiB, counting="set")
     assert index.block_size is None
-    assert index.match_tokens(list(range(64))).any.tolist() == []
+    assert index.match_tokens(list(range(64))).on_any_tier.tolist() == []
     # what says nothing of it, or is of a group that does not count, teaches nothing
     send(index, "a", BlockStored([9], None, [], 0, None, "CPU", None), BlockRemoved([9], "CPU"))
     send(index, "a", stored([8], size=7, group_idx=3, kv_cache_spec_kind="mamba"))
@@ -138,7 +138,7 @@ def test_the_block_size_is_learnt_from_the_first_store(form: str, keys: Any) -> 
     assert index.block_size == 8
     assert index.incomplete() == {}
     if keys == "xxh3":
-        assert index.match_tokens(tokens_of([1, 2], 8)).any.tolist() == [2]
+        assert index.match_tokens(tokens_of([1, 2], 8)).on_any_tier.tolist() == [2]
 
 
 @pytest.mark.parametrize("keys", KEYS)

@@ -198,7 +198,7 @@ class History:
             counting=counting,  # type: ignore[arg-type]
         )
         if rng.random() < 0.5:  # room for three blocks that wait
-            self.index._allowance.limit = min(self.index._allowance.limit, 5 << 10)
+            self.index._shared_budget.limit = min(self.index._shared_budget.limit, 5 << 10)
         self.model = Model(counting)
         self.decode, self.encoder = self.index.decoder(), EventEncoder(rng.choice(["map", "array"]))
         self.refused = 0
@@ -312,7 +312,7 @@ class History:
 
     def _compare_one(self, engine: Engine, match: Any, hashes: list[int | None], whole: set[str]) -> None:
         row = match.workers.index(engine.name)
-        told = [int(match.any[row]), *match.alone[row].tolist(), *match.reach[row].tolist()]
+        told = [int(match.on_any_tier[row]), *match.on_tier[row].tolist(), *match.down_to_tier[row].tolist()]
         true = self.model.columns(engine.name, hashes)
         assert all(mine <= theirs for mine, theirs in zip(told, true, strict=True)), (told, true)
         if engine.name in whole and self.index.block_size is not None:

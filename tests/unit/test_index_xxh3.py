@@ -121,7 +121,7 @@ class Feed:
 
     def reach(self, tokens: list[int], **more: Any) -> dict[str | None, list[int]]:
         match = self.index.match_tokens(tokens, **more)
-        return dict(zip(match.workers, match.reach.tolist(), strict=True))
+        return dict(zip(match.workers, match.down_to_tier.tolist(), strict=True))
 
 
 T = list(range(100, 140))

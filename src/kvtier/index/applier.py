@@ -30,12 +30,12 @@ from kvtier.index.base import (
     FULL_ATTENTION,
     MAX_AREAS,
     PLACES,
-    Allowance,
     Edits,
-    Form,
     Hashes,
     IndexArea,
+    IndexBackend,
     Keys,
+    MemoryBudget,
     Op,
     Table,
     tier_of,
@@ -135,10 +135,10 @@ class DuplicateCounts:
     first removal: too early, never too late.
     """
 
-    def __init__(self, allowance: Allowance) -> None:
-        """Remember as much as the allowance permits."""
+    def __init__(self, budget: MemoryBudget) -> None:
+        """Remember as much as the budget permits."""
         self.dropped = 0  # since the last clear
-        self._allowance = allowance
+        self._budget = budget
         self._more: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class DuplicateCounts:
     def add(self, area: int, block_hash: int) -> None:
         """Count one more copy of a block that is held already."""
         more = self._more.get((area, block_hash), 0)
-        if more or self._allowance.take(_COUNT_BYTES):
+        if more or self._budget.take(_COUNT_BYTES):
             self._more[area, block_hash] = more + 1
         else:
             self.dropped += 1
@@ -159,31 +159,33 @@ class DuplicateCounts:
             self._more[area, block_hash] = more - 1
         elif more:
             del self._more[area, block_hash]
-            self._allowance.give(_COUNT_BYTES)
+            self._budget.give(_COUNT_BYTES)
         return more > 0
 
     def clear(self) -> None:
         """Forget all duplicates."""
-        self._allowance.give(_COUNT_BYTES * len(self._more))
+        self._budget.give(_COUNT_BYTES * len(self._more))
         self._more.clear()
         self.dropped = 0
 
     def bytes(self) -> int:
-        """Return the bytes taken from the allowance."""
+        """Return the bytes taken from the budget."""
         return _COUNT_BYTES * len(self._more)
 
 
-class KnownWorker:
+class WorkerState:
     """A worker of an index.
 
     `number` is its number in the table; if it `counts`, it announces every copy of a block.
     """
 
-    def __init__(self, name: str, number: int, form: Form, allowance: Allowance, counts: bool) -> None:
+    def __init__(
+        self, name: str, number: int, backend: IndexBackend, budget: MemoryBudget, counts: bool
+    ) -> None:
         self.name, self.number, self.counts = name, number, counts
         self.groups = Groups()
-        self.duplicates = DuplicateCounts(allowance)  # used if it counts
-        self.translator = Translator(number, form, allowance, counts)  # used if keys are hashes of tokens
+        self.duplicates = DuplicateCounts(budget)  # used if it counts
+        self.translator = Translator(number, backend, budget, counts)  # used if keys are hashes of tokens
         # The newest block size that was refused, and the number of such blocks.
         self.other_size, self.of_other_size = 0, 0
         self.no_area = 0  # blocks refused because no more areas are possible
@@ -202,7 +204,7 @@ class KnownWorker:
         return bool(lost or self.groups.unclear)
 
     def bytes(self) -> int:
-        """Return the bytes taken from the allowance."""
+        """Return the bytes taken from the budget."""
         return self.translator.bytes() + self.duplicates.bytes()
 
     def reason(self, dropped: int, block_size: int | None) -> str:
@@ -248,28 +250,28 @@ class KnownWorker:
         self.translator.clear()
 
 
-class Intake:
+class EventApplier:
     """Applies events to the table and the names of one index."""
 
-    def __init__(self, form: Form, keys: Keys, block_size: int | None) -> None:
+    def __init__(self, backend: IndexBackend, keys: Keys, block_size: int | None) -> None:
         """Take blocks of `block_size` tokens; `None`: the size of the first store."""
         self.block_size, self.areas = block_size, Areas()
         # Blocks of groups that do not count; refusals and drops of workers before their last clear.
         self.ignored = self.past_refused = self.past_orphans = 0
-        self._form, self._by_tokens = form, keys == "xxh3"
+        self._backend, self._by_tokens = backend, keys == "xxh3"
 
-    def wipe(self, worker: KnownWorker) -> None:
+    def wipe(self, worker: WorkerState) -> None:
         """Forget everything that a worker holds, and its refusals."""
         self.past_refused += worker.refused
         self.past_orphans += worker.translator.waiting.dropped
-        self._form.table.clear(worker.number)
+        self._backend.table.clear(worker.number)
         worker.clear()
 
-    def apply(self, worker: KnownWorker, batch: Any) -> None:
+    def apply(self, worker: WorkerState, batch: Any) -> None:
         """Apply a decoded or a scanned batch."""
         if isinstance(batch, DecodedBatch):
             self._apply_events(worker, batch.events)
-        elif not self._is_plain(worker, batch, edits := batch.edits):
+        elif not self._is_simple(worker, batch, edits := batch.edits):
             self._apply_events(worker, batch.events())
         elif self._by_tokens:
             self._apply_scanned(worker, batch)
@@ -277,22 +279,22 @@ class Intake:
             self._run(worker, edits, batch.hashes)
         if self._by_tokens:
             worker.translator.tidy()
-            self._form.names.tidy()
+            self._backend.names.tidy()
 
-    def _is_plain(self, worker: KnownWorker, batch: Any, edits: Edits) -> bool:
+    def _is_simple(self, worker: WorkerState, batch: Any, edits: Edits) -> bool:
         """Say whether scanned events, all of the first group, can be applied without looking at each one."""
         if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
-            self._form.table.require(worker.number, self.areas.needed((0,)))
+            self._backend.table.require(worker.number, self.areas.needed((0,)))
         if worker.groups.first_counts is False:
             return False
         if self._by_tokens:
-            return self._form.table.form == "numba"
+            return self._backend.table.form == "numba"
         if worker.problem_logged and (edits[:, 0] == Op.CLEARED).any():
             return False  # the slow path also forgets refusals at a clear
         return self.block_size is not None and bool(batch.have_size(edits, self.block_size))
 
-    def _apply_events(self, worker: KnownWorker, events: Iterable[Event]) -> None:
+    def _apply_events(self, worker: WorkerState, events: Iterable[Event]) -> None:
         """Apply events one by one."""
         for is_clear, part in groupby(events, lambda event: isinstance(event, AllBlocksCleared)):
             if is_clear:
@@ -303,21 +305,21 @@ class Intake:
             else:
                 self._run_edits(worker, self._edits_of(worker, part))  # type: ignore[arg-type]
 
-    def _edits_of(self, worker: KnownWorker, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Edit]:
+    def _edits_of(self, worker: WorkerState, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Edit]:
         """Yield events as edits over the engine's hashes."""
         for event in events:
             if (area := self._area(worker, event)) is not None:
                 op = Op.STORED if isinstance(event, BlockStored) else Op.REMOVED
                 yield op, area, [to_u64(block_hash) for block_hash in event.block_hashes]
 
-    def _apply_scanned(self, worker: KnownWorker, batch: Any) -> None:
+    def _apply_scanned(self, worker: WorkerState, batch: Any) -> None:
         """Name blocks by their tokens with compiled loops; handle the events that those leave over."""
-        translator, names = worker.translator, cast("CompiledNames", self._form.names)
+        translator, names = worker.translator, cast("CompiledNames", self._backend.names)
         edits, hashes = batch.edits, batch.hashes
         keys = np.empty_like(hashes)
         edit = first = 0
         while edit < len(edits):
-            strict, block_size = not translator.is_plain, -1 if self.block_size is None else self.block_size
+            strict, block_size = not translator.is_simple, -1 if self.block_size is None else self.block_size
             stop, end = names.translate(worker.number, block_size, strict, batch, edit, first, keys)
             self._run(worker, edits[edit:stop], keys[first:end])
             if len(translator.waiting):
@@ -327,22 +329,22 @@ class Intake:
                 end += int(edits[stop, 2])
             edit, first = stop + 1, end
 
-    def _run_edits(self, worker: KnownWorker, edits: Iterable[Edit]) -> None:
+    def _run_edits(self, worker: WorkerState, edits: Iterable[Edit]) -> None:
         self._run(worker, *_pack(edits))
 
-    def _run(self, worker: KnownWorker, edits: Edits, hashes: Hashes) -> None:
+    def _run(self, worker: WorkerState, edits: Edits, hashes: Hashes) -> None:
         """Apply edits over keys."""
         if not len(edits):
             return
         if not worker.counts:
-            self._form.table.apply(worker.number, edits, hashes)
+            self._backend.table.apply(worker.number, edits, hashes)
         elif len(worker.duplicates):
             self._run_counting(worker, edits, hashes)
-        elif (stopped := self._form.table.apply(worker.number, edits, hashes, unique=True)) is not None:
+        elif (stopped := self._backend.table.apply(worker.number, edits, hashes, unique=True)) is not None:
             self._run_counting(worker, edits, hashes, *stopped)
 
     def _run_counting(
-        self, worker: KnownWorker, edits: Edits, hashes: Hashes, first: int = 0, done: int = 0
+        self, worker: WorkerState, edits: Edits, hashes: Hashes, first: int = 0, done: int = 0
     ) -> None:
         """Apply edits of a worker that holds two copies of a block, one by one, as each depends on the last.
 
@@ -353,19 +355,19 @@ class Intake:
             part = hashes[start : start + count - done]
             start, done = start + len(part), 0
             if op == Op.CLEARED:
-                self._form.table.clear(worker.number)
+                self._backend.table.clear(worker.number)
                 duplicates.clear()
             elif op == Op.STORED:
-                fresh = self._form.table.store(worker.number, area, part)
+                fresh = self._backend.table.store(worker.number, area, part)
                 for again in part[~fresh].tolist():
                     duplicates.add(area, again)
             else:
                 last = [key for key in part.tolist() if not duplicates.take(area, key)]
-                self._form.table.apply(
+                self._backend.table.apply(
                     worker.number, np.array([(op, area, len(last))]), np.array(last, np.uint64)
                 )
 
-    def _area(self, worker: KnownWorker, event: BlockStored | BlockRemoved) -> int | None:
+    def _area(self, worker: WorkerState, event: BlockStored | BlockRemoved) -> int | None:
         """Return the area of an event's place; `None` if the event does not count or is refused.
 
         A store creates the area if needed.
@@ -382,17 +384,17 @@ class Intake:
             worker.other_size = event.block_size
             worker.of_other_size += count
             return None
-        area = self.areas.make(place, self._form.table)
+        area = self.areas.make(place, self._backend.table)
         if area is None:
             worker.no_area += count
         return area
 
-    def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
+    def _admit(self, worker: WorkerState, event: BlockStored) -> bool:
         """Say whether a store's group counts; a new group that counts is required from now on."""
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:
-            self._form.table.require(worker.number, self.areas.needed(worker.groups.counted))
+            self._backend.table.require(worker.number, self.areas.needed(worker.groups.counted))
         return counts
 
 

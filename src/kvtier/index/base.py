@@ -92,17 +92,21 @@ class IndexArea(NamedTuple):
 
 
 class Match(NamedTuple):
-    """How many leading blocks of a prefix each worker holds. Row `i` of every array is about `workers[i]`.
+    """The number of leading blocks of a prefix that each worker holds.
 
-    `any` counts leading blocks held on any tier. `alone[:, tier]` counts those held on that tier. `reach[:,
-    tier]` is the walk down the tiers: leading blocks on the GPU, then the following ones on the CPU, then
-    those in storage; so `reach[:, 2]` is the longest walk.
+    Row `i` of every array is about `workers[i]`. If that is `None`, the worker was removed and the row is
+    zeros. Counts are blocks, not tokens.
     """
 
     workers: tuple[str | None, ...]
-    any: npt.NDArray[np.int32]
-    alone: npt.NDArray[np.int32]
-    reach: npt.NDArray[np.int32]
+    on_any_tier: npt.NDArray[np.int32]
+    """`[worker]`: leading blocks that are each on at least one tier."""
+    on_tier: npt.NDArray[np.int32]
+    """`[worker, tier]`: leading blocks that are all on that tier, whatever the other tiers hold."""
+    down_to_tier: npt.NDArray[np.int32]
+    """`[worker, tier]`: a walk down the tiers: it takes leading blocks from the GPU, then the following ones
+    from the CPU, then those from storage. So `down_to_tier[:, 2]` is the whole walk.
+    """
 
 
 class TableStats(NamedTuple):
@@ -221,14 +225,14 @@ class Names(Protocol):
 
 
 @dataclass(slots=True)
-class Form:
+class IndexBackend:
     """The table and the names of an index. With the engine's own keys, `names` stays empty."""
 
     table: Table
     names: Names
 
 
-class Allowance:
+class MemoryBudget:
     """Bytes that several owners share: everything beside the table and the names."""
 
     def __init__(self, limit: int) -> None:

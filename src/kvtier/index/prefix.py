@@ -38,15 +38,15 @@ from kvtier.errors import InputError, IntegrityError
 from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
 from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
-from kvtier.index.applier import Intake, KnownWorker
+from kvtier.index.applier import EventApplier, WorkerState
 from kvtier.index.base import (
     MAX_AREAS,
     MIN_COMPILED_BYTES,
-    Allowance,
-    Form,
     Hashes,
+    IndexBackend,
     Keys,
     Match,
+    MemoryBudget,
     StorageTier,
 )
 from kvtier.index.plain import PlainNames, PlainTable
@@ -77,7 +77,7 @@ def choose_form(form: str | None) -> str:
     return form
 
 
-def allowance_of(keys: Keys, budget: int) -> int:
+def shared_budget_of(keys: Keys, budget: int) -> int:
     """Return how many bytes of a budget are for data beside the table and the names.
 
     Blocks that wait for their parent are large. An index with the engine's keys has only duplicates, which
@@ -86,16 +86,16 @@ def allowance_of(keys: Keys, budget: int) -> int:
     return budget // (8 if keys == "xxh3" else 64)
 
 
-def make_form(form: str, keys: Keys, budget: int) -> Form:
+def make_backend(form: str, keys: Keys, budget: int) -> IndexBackend:
     """Make a table, and names if its keys need them.
 
     A name takes one and a half times the bytes of a block.
     """
-    left = budget - allowance_of(keys, budget)
+    left = budget - shared_budget_of(keys, budget)
     table_budget = left if keys == "engine" else left * 2 // 5
     if form == "python":
         plain = PlainTable(table_budget)
-        return Form(plain, PlainNames(plain, left - table_budget))
+        return IndexBackend(plain, PlainNames(plain, left - table_budget))
     if table_budget < MIN_COMPILED_BYTES:
         least = MIN_COMPILED_BYTES * budget // table_budget + 1 if table_budget else MIN_COMPILED_BYTES * 3
         raise InputError(
@@ -106,8 +106,8 @@ def make_form(form: str, keys: Keys, budget: int) -> Form:
 
     table = CompiledTable(table_budget)
     if keys == "engine":
-        return Form(table, PlainNames(table, 0))
-    return Form(table, CompiledNames(table, left - table_budget))
+        return IndexBackend(table, PlainNames(table, 0))
+    return IndexBackend(table, CompiledNames(table, left - table_budget))
 
 
 class WorkerStats(NamedTuple):
@@ -168,22 +168,22 @@ class PrefixIndex:
             raise InputError(f"block_size: expected at least 1 token, got {block_size}")
         self.keys, self.seed, self.counting = keys, seed, counting
         self._budget = budget
-        self._allowance = Allowance(allowance_of(keys, budget))
-        self._form = make_form(choose_form(form), keys, budget)
+        self._shared_budget = MemoryBudget(shared_budget_of(keys, budget))
+        self._backend = make_backend(choose_form(form), keys, budget)
         self._lock = RLock()
-        self._workers: dict[str, KnownWorker] = {}
+        self._workers: dict[str, WorkerState] = {}
         self._names: tuple[str | None, ...] = ()
-        self._intake = Intake(self._form, keys, block_size)
+        self._applier = EventApplier(self._backend, keys, block_size)
 
     @property
     def block_size(self) -> int | None:
         """The number of tokens in a block; `None` if no store has named it yet."""
-        return self._intake.block_size
+        return self._applier.block_size
 
     @property
     def form(self) -> str:
         """The form of the index: `numba` or `python`."""
-        return self._form.table.form
+        return self._backend.table.form
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -204,8 +204,8 @@ class PrefixIndex:
 
         It takes some ten seconds once on a machine, and half a second in later processes.
         """
-        twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=self.form, counting="count")
-        decode, encoder = twin.decoder(), EventEncoder()
+        sample = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=self.form, counting="count")
+        decode, encoder = sample.decoder(), EventEncoder()
         tokens = list(range(1, 4))
         events = [
             BlockStored([1, 2], None, tokens[:2], 1, None, MEDIUM_GPU, None),
@@ -213,20 +213,20 @@ class PrefixIndex:
             BlockRemoved([3], MEDIUM_GPU),
             BlockStored([1], None, tokens[:1], 1, None, MEDIUM_GPU, None),
         ]
-        twin.apply("twin", decode(frame_batch(0.0, [encoder.event(event) for event in events], 0)))
-        twin.match_tokens(tokens)
-        for _ in twin.dump():
+        sample.apply("sample", decode(frame_batch(0.0, [encoder.event(event) for event in events], 0)))
+        sample.match_tokens(tokens)
+        for _ in sample.dump():
             pass
-        twin.remove_worker("twin")
-        twin._form.names.sweep()
+        sample.remove_worker("sample")
+        sample._backend.names.sweep()
 
     # -- workers -----------------------------------------------------------------------------------
 
     def expect_block_size(self, block_size: int) -> None:
         """Set the block size if none is known yet. Earlier refusals are still reported."""
         with self._lock:
-            if self._intake.block_size is None:
-                self._intake.block_size = block_size
+            if self._applier.block_size is None:
+                self._applier.block_size = block_size
 
     def add_worker(self, worker: str) -> None:
         """Make a worker known, so that matches list it. Applying a batch does the same."""
@@ -234,14 +234,14 @@ class PrefixIndex:
             if worker not in self._workers:
                 self._add(worker)
 
-    def _add(self, name: str) -> KnownWorker:
+    def _add(self, name: str) -> WorkerState:
         number = self._names.index(None) if None in self._names else len(self._names)
-        if not self._form.table.grow(number + 1):
+        if not self._backend.table.grow(number + 1):
             raise InputError(
                 f"worker {name!r}: the index has no room for more than {number} workers; raise its budget"
             )
         self._names = (*self._names[:number], name, *self._names[number + 1 :])
-        made = KnownWorker(name, number, self._form, self._allowance, self.counting == "count")
+        made = WorkerState(name, number, self._backend, self._shared_budget, self.counting == "count")
         self._workers[name] = made
         return made
 
@@ -257,9 +257,9 @@ class PrefixIndex:
         """Forget everything that a worker holds, and its groups. Unknown workers are ignored."""
         with self._lock:
             if (known := self._workers.get(worker)) is not None:
-                self._intake.wipe(known)
+                self._applier.wipe(known)
                 known.groups.clear()
-                self._form.table.require(known.number, 0)
+                self._backend.table.require(known.number, 0)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class PrefixIndex:
         """Apply a batch of a worker's events: a decoded one, or one from `decoder()`."""
         with self._lock:
             known = self._workers.get(worker) or self._add(worker)
-            self._intake.apply(known, batch)
+            self._applier.apply(known, batch)
             self._tell(known)
 
     def apply_all(self, worker: str, batches: Sequence[Any]) -> None:
@@ -288,7 +288,7 @@ class PrefixIndex:
                 for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
 
-    def _tell(self, worker: KnownWorker) -> None:
+    def _tell(self, worker: WorkerState) -> None:
         """Log, at most once until the next clear, that the index is missing blocks of a worker."""
         if not worker.problem_logged and (reason := self._reason(worker)):
             worker.problem_logged = True
@@ -296,8 +296,8 @@ class PrefixIndex:
                 line = "the index knows less of worker %r than it was told: %s%s"
                 logger.warning(line, worker.name, reason, more)
 
-    def _reason(self, worker: KnownWorker) -> str:
-        dropped = self._form.table.dropped(worker.number)
+    def _reason(self, worker: WorkerState) -> str:
+        dropped = self._backend.table.dropped(worker.number)
         return worker.reason(dropped, self.block_size) if dropped or worker.has_losses else ""
 
     # -- questions ---------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class PrefixIndex:
         """Return how many of these leading blocks each worker holds. A `uint64` array is not copied."""
         wanted = _as_hashes(hashes)
         with self._lock:
-            columns = self._form.table.match(wanted)[: len(self._names)]
+            columns = self._backend.table.match(wanted)[: len(self._names)]
             return Match(self._names, columns[:, 0], columns[:, 1:4], columns[:, 4:7])
 
     def match_tokens(self, tokens: Any, *, lora: str | None = None, salt: str | None = None) -> Match:
@@ -340,7 +340,7 @@ class PrefixIndex:
         Other callers wait meanwhile; with `dump` they do not.
         """
         with self._lock:
-            return [entry for keys in self._form.table.hashes() for entry in self._entries(keys, keys)]
+            return [entry for keys in self._backend.table.hashes() for entry in self._entries(keys, keys)]
 
     def dump(self) -> Iterator[list[Entry]]:
         """Yield all held blocks, about a thousand at a time: worker, the engine's hash, tier.
@@ -360,10 +360,10 @@ class PrefixIndex:
     def _parts(self) -> Iterator[tuple[Hashes, Hashes, npt.NDArray[np.uint32] | None]]:
         """Yield the engines' hashes of blocks, their keys, and the workers of these names, in parts."""
         if self.keys == "engine":
-            for keys in self._form.table.hashes():
+            for keys in self._backend.table.hashes():
                 yield keys, keys, None
             return
-        for part in self._form.names.parts():
+        for part in self._backend.names.parts():
             yield part.hashes, part.keys, part.workers
         for worker in list(self._workers.values()):
             for part in worker.translator.salted():
@@ -377,7 +377,7 @@ class PrefixIndex:
         return [
             (name, called, tier)
             for called, only, held in zip(
-                hashes.tolist(), wanted, self._form.table.usable(keys), strict=True
+                hashes.tolist(), wanted, self._backend.table.usable(keys), strict=True
             )
             for number, tiers in (held.items() if only is None else ((only, held.get(only, 0)),))
             if (name := self._names[number]) is not None
@@ -392,15 +392,19 @@ class PrefixIndex:
         """
         with self._lock:
             known = self._workers[worker]
-            needed = self._intake.areas.needed(known.groups.counted)
+            needed = self._applier.areas.needed(known.groups.counted)
             held: dict[StorageTier, Counter[int]] = {tier: Counter() for tier in StorageTier}
-            for area, count in zip(self._form.table.areas, self._form.table.held(known.number), strict=True):
+            for area, count in zip(
+                self._backend.table.areas, self._backend.table.held(known.number), strict=True
+            ):
                 held[area.tier][area.group] += count
             groups = [group for group in range(MAX_AREAS) if needed >> group & 1]
             blocks = {
                 tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()
             }
-            return WorkerStats(blocks, len(known.translator.waiting), self._form.table.dropped(known.number))
+            return WorkerStats(
+                blocks, len(known.translator.waiting), self._backend.table.dropped(known.number)
+            )
 
     def incomplete(self) -> dict[str, str]:
         """Return the workers of which the index is missing blocks, and why, until they are cleared."""
@@ -411,14 +415,14 @@ class PrefixIndex:
     def stats(self) -> IndexStats:
         """Return the index's size."""
         with self._lock:
-            size = self._form.table.stats()
-            workers, intake = self._workers.values(), self._intake
+            size = self._backend.table.stats()
+            workers, intake = self._workers.values(), self._applier
             return IndexStats(
                 form=self.form,
                 blocks=size.blocks,
                 workers=len(workers),
                 sets=size.sets,
-                bytes=size.bytes + self._form.names.bytes() + self._allowance.used,
+                bytes=size.bytes + self._backend.names.bytes() + self._shared_budget.used,
                 budget=self._budget,
                 dropped=size.dropped,
                 unknown=size.unknown,
@@ -431,13 +435,13 @@ class PrefixIndex:
     def check(self) -> None:
         """Raise `IntegrityError` if the index contradicts itself."""
         with self._lock:
-            self._form.table.check()
-            self._form.names.check()
+            self._backend.table.check()
+            self._backend.names.check()
             for worker in self._workers.values():
                 worker.translator.waiting.check()
-            if self._allowance.used != sum(worker.bytes() for worker in self._workers.values()):
+            if self._shared_budget.used != sum(worker.bytes() for worker in self._workers.values()):
                 raise IntegrityError(
-                    f"index: {self._allowance.used} bytes of the allowance are taken, but not by workers"
+                    f"index: {self._shared_budget.used} bytes of the shared budget are not those of workers"
                 )
 
 

@@ -33,14 +33,14 @@ from kvtier.events.updates import Counters, State
 from kvtier.index.base import Hashes, Match, StorageTier
 from kvtier.index.http import Access, HttpError, HttpRequest, Response
 from kvtier.index.service import (
+    Confidence,
     Conflict,
-    Followed,
     Group,
     GroupKey,
     NotFound,
     Registration,
     Service,
-    Trust,
+    Subscription,
     Worker,
     worst,
 )
@@ -276,11 +276,11 @@ class Api:
         return group
 
     def _scores(self, wanted: _Question, group: Group, keys: Hashes) -> Any:
-        match, trusts = self.service.answer(wanted.group, keys)
+        match, confidences = self.service.answer(wanted.group, keys)
         tokens = _Tokens.of(match, group.block_size or 0)
         if wanted.is_mooncake:
-            return {wanted.group.routing_group: _mooncake(tokens, trusts, wanted.instance_id)}
-        return _dynamo(tokens, trusts)
+            return {wanted.group.routing_group: _mooncake(tokens, confidences, wanted.instance_id)}
+        return _dynamo(tokens, confidences)
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -289,8 +289,8 @@ class Api:
         model, routing_group = request.query.get("model_name"), request.query.get("routing_group")
         listed: dict[tuple[GroupKey, str], dict[str, Any]] = {}
         groups = self.service.groups()
-        for followed, trusts in self.service.followed():
-            registration = followed.registration
+        for subscription, confidences in self.service.subscriptions():
+            registration = subscription.registration
             key = registration.group
             is_wanted = model in (None, key.model) and routing_group in (None, key.routing_group)
             if key not in groups or not is_wanted:
@@ -308,25 +308,25 @@ class Api:
                     "listeners": {},
                 },
             )
-            listener = self._listener(followed, worst(trusts))
+            listener = self._listener(subscription, worst(confidences))
             entry["endpoints"][str(registration.rank or 0)] = registration.endpoint
             entry["listeners"][str(registration.rank or 0)] = listener
             if listener["status"] != "active":
                 entry["status"] = listener["status"]
         return list(listed.values())
 
-    def _listener(self, followed: Followed, trust: Trust) -> dict[str, Any]:
-        status = self.service.status(followed)
+    def _listener(self, subscription: Subscription, confidence: Confidence) -> dict[str, Any]:
+        status = self.service.status(subscription)
         listener: dict[str, Any] = {
-            "endpoint": followed.registration.endpoint,
+            "endpoint": subscription.registration.endpoint,
             "status": "active" if status is not None and status.connected else "pending",
-            "state": trust.state,
-            "ranks": [worker.rank for worker in followed.workers],
-            "ignored_batches": followed.ignored,
+            "state": confidence.state,
+            "ranks": [worker.rank for worker in subscription.workers],
+            "ignored_batches": subscription.ignored,
         }
-        if trust.reason:
-            name = "last_error" if trust.state is State.DEGRADED else "reason"
-            listener[name] = trust.reason[:_REASON_LENGTH]
+        if confidence.reason:
+            name = "last_error" if confidence.state is State.DEGRADED else "reason"
+            listener[name] = confidence.reason[:_REASON_LENGTH]
         if status is not None:
             listener |= {"seq": status.seq, "lag": status.lag, "blocks": status.blocks, "kind": status.kind}
         return listener
@@ -401,7 +401,10 @@ class _Tokens(NamedTuple):
     @classmethod
     def of(cls, match: Match, block_size: int) -> dict[str, _Tokens]:
         """Return the token counts of each worker."""
-        columns = [(column * block_size).tolist() for column in (match.any, match.reach, match.alone)]
+        columns = [
+            (column * block_size).tolist()
+            for column in (match.on_any_tier, match.down_to_tier, match.on_tier)
+        ]
         return {
             name: cls(longest, tuple(reach), tuple(alone))
             for name, longest, reach, alone in zip(match.workers, *columns, strict=True)
@@ -409,7 +412,7 @@ class _Tokens(NamedTuple):
         }
 
 
-def _dynamo(found: dict[str, _Tokens], trusts: dict[Worker, Trust]) -> dict[str, Any]:
+def _dynamo(found: dict[str, _Tokens], confidences: dict[Worker, Confidence]) -> dict[str, Any]:
     """Format a match like Dynamo: workers that hold something, tiers cumulative from the GPU down."""
     scores: defaultdict[str, dict[str, int]] = defaultdict(dict)
     instances: dict[str, dict[str, Any]] = {}
@@ -427,21 +430,21 @@ def _dynamo(found: dict[str, _Tokens], trusts: dict[Worker, Trust]) -> dict[str,
             entry[tier] = max(entry[tier], count)
     states: defaultdict[str, dict[str, State]] = defaultdict(dict)
     reasons: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for worker, trust in trusts.items():
-        states[worker.instance][str(worker.rank)] = trust.state
-        if trust.state is not State.EXACT:
-            reasons[worker.instance][str(worker.rank)] = trust.reason[:_REASON_LENGTH]
+    for worker, confidence in confidences.items():
+        states[worker.instance][str(worker.rank)] = confidence.state
+        if confidence.state is not State.EXACT:
+            reasons[worker.instance][str(worker.rank)] = confidence.reason[:_REASON_LENGTH]
     answer = {"scores": scores, "frequencies": [], "instances": instances, "states": states}
     return answer | ({"reasons": reasons} if reasons else {})
 
 
 def _mooncake(
-    found: dict[str, _Tokens], trusts: dict[Worker, Trust], instance: int | str | None
+    found: dict[str, _Tokens], confidences: dict[Worker, Confidence], instance: int | str | None
 ) -> dict[str, dict[str, Any]]:
     """Format a match like Mooncake: every instance, each medium separately."""
     said: dict[str, dict[str, Any]] = {}
-    trusts_of: defaultdict[str, list[Trust]] = defaultdict(list)
-    for worker, trust in trusts.items():
+    confidences_of: defaultdict[str, list[Confidence]] = defaultdict(list)
+    for worker, confidence in confidences.items():
         if instance is not None and str(instance) != worker.instance:
             continue
         tokens = found.get(worker.name, _Tokens())
@@ -451,12 +454,12 @@ def _mooncake(
         names = ("longest_matched", "GPU", "CPU", "DISK")
         for name, count in zip(names, (tokens.longest, *tokens.alone), strict=True):
             entry[name] = max(entry[name], count)
-        trusts_of[worker.instance].append(trust)
-    for name, said_of in trusts_of.items():
-        trust = worst(said_of)
-        said[name]["state"] = trust.state
-        if trust.state is not State.EXACT:
-            said[name]["reason"] = trust.reason[:_REASON_LENGTH]
+        confidences_of[worker.instance].append(confidence)
+    for name, said_of in confidences_of.items():
+        confidence = worst(said_of)
+        said[name]["state"] = confidence.state
+        if confidence.state is not State.EXACT:
+            said[name]["reason"] = confidence.reason[:_REASON_LENGTH]
     return said
 
 
@@ -522,10 +525,10 @@ def _read_indexes(service: Service) -> Samples:
 
 def _read_sources(service: Service) -> Samples:
     samples: dict[str, list[Sample]] = {metric.name: [] for metric in _SOURCES}
-    for followed, trusts in service.followed():
-        labels, state, status = _labels(followed), worst(trusts).state, service.status(followed)
+    for subscription, confidences in service.subscriptions():
+        labels, state, status = _labels(subscription), worst(confidences).state, service.status(subscription)
         samples["source_state"] += [(labels | {"state": name}, float(state is name)) for name in State]
-        samples["source_ignored_batches"].append((labels, float(followed.ignored)))
+        samples["source_ignored_batches"].append((labels, float(subscription.ignored)))
         if status is None:
             continue
         samples["source_connected"].append((labels, float(status.connected)))
@@ -547,7 +550,7 @@ def _read_traffic(service: Service, traffic: Traffic) -> Samples:
     }
 
 
-def _labels(followed: Followed) -> dict[str, str]:
-    source = followed.registration
+def _labels(subscription: Subscription) -> dict[str, str]:
+    source = subscription.registration
     labels = {"model": source.group.model, "routing_group": source.group.routing_group}
     return labels | {"instance": str(source.instance_id), "rank": str(source.rank or 0)}

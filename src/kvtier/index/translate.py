@@ -20,7 +20,7 @@ import numpy as np
 from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
-from kvtier.index.base import SLACK, Allowance, Form, NamePart, Op, parts_of
+from kvtier.index.base import SLACK, IndexBackend, MemoryBudget, NamePart, Op, parts_of
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
 T = TypeVar("T")
@@ -102,10 +102,10 @@ class _Orphan(NamedTuple, Generic[T]):
 class Orphans(Generic[T]):
     """One worker's blocks without a name, by the engine's hash, in order of arrival."""
 
-    def __init__(self, allowance: Allowance, counts: bool = False) -> None:
-        """Keep as much as the allowance permits. `counts`: an area may hold several copies of a block."""
+    def __init__(self, budget: MemoryBudget, counts: bool = False) -> None:
+        """Keep as much as the budget permits. `counts`: an area may hold several copies of a block."""
         self.dropped = 0  # blocks dropped since the last clear
-        self._allowance, self._counts = allowance, counts
+        self._budget, self._counts = budget, counts
         self._blocks: dict[int, _Orphan[T]] = {}
         self._children: dict[int, dict[int, None]] = {}  # by parent
 
@@ -130,7 +130,7 @@ class Orphans(Generic[T]):
             before.copies[area] = before.copies.get(area, 0) + count if self._counts else 1
 
     def _make_room(self, size: int) -> bool:
-        while not self._allowance.take(size):
+        while not self._budget.take(size):
             if not self._blocks:
                 return False
             self._take(next(iter(self._blocks)))
@@ -157,13 +157,13 @@ class Orphans(Generic[T]):
 
     def clear(self) -> None:
         """Drop all blocks, and reset the count of dropped ones."""
-        self._allowance.give(self.bytes())
+        self._budget.give(self.bytes())
         self._blocks.clear()
         self._children.clear()
         self.dropped = 0
 
     def bytes(self) -> int:
-        """Return the bytes taken from the allowance."""
+        """Return the bytes taken from the budget."""
         return sum(orphan.size for orphan in self._blocks.values())
 
     def _take(self, block: int) -> _Orphan[T]:
@@ -173,7 +173,7 @@ class Orphans(Generic[T]):
             del siblings[block]
             if not siblings:
                 del self._children[orphan.parent]
-        self._allowance.give(orphan.size)
+        self._budget.give(orphan.size)
         return orphan
 
     def check(self) -> None:
@@ -192,31 +192,31 @@ class Orphans(Generic[T]):
 class Translator:
     """Translates one worker's events."""
 
-    def __init__(self, worker: int, form: Form, allowance: Allowance, counts: bool) -> None:
-        """Name blocks in the book of `form`. `counts`: the engine announces every copy of a block."""
+    def __init__(self, worker: int, backend: IndexBackend, budget: MemoryBudget, counts: bool) -> None:
+        """Name blocks in the book of `backend`. `counts`: the engine announces every copy of a block."""
         self.worker = worker
-        self.waiting: Orphans[_Blocks] = Orphans(allowance, counts)
+        self.waiting: Orphans[_Blocks] = Orphans(budget, counts)
         # Blocks whose tokens or extra keys do not fill whole blocks, or differ from before; since the
         # last clear.
         self.misfits = 0
-        self._form, self._allowance = form, allowance
+        self._backend, self._budget = backend, budget
         # The names of blocks under a salt, by engine hash; the other names are in the book.
         self._salted: dict[int, _Name] = {}
         self._untidy = SLACK
 
     @property
-    def is_plain(self) -> bool:
+    def is_simple(self) -> bool:
         """Whether every block that is not in the book is unknown here too."""
         return not self._salted and not len(self.waiting)
 
     def bytes(self) -> int:
-        """Return the bytes taken from the allowance."""
+        """Return the bytes taken from the budget."""
         return self.waiting.bytes() + _SALTED_BYTES * len(self._salted)
 
     def clear(self) -> None:
         """Forget all names and all waiting blocks."""
-        self._form.names.clear(self.worker)
-        self._allowance.give(_SALTED_BYTES * len(self._salted))
+        self._backend.names.clear(self.worker)
+        self._budget.give(_SALTED_BYTES * len(self._salted))
         self._salted.clear()
         self.waiting.clear()
         self.misfits = 0
@@ -253,17 +253,17 @@ class Translator:
             return
         before = self._salted
         keys = np.fromiter((name.key for name in before.values()), np.uint64, len(before))
-        held = self._form.table.holds(self.worker, keys).tolist()
+        held = self._backend.table.holds(self.worker, keys).tolist()
         self._salted = {
             engine_hash: name
             for (engine_hash, name), is_held in zip(before.items(), held, strict=True)
             if is_held
         }
-        self._allowance.give(_SALTED_BYTES * (len(before) - len(self._salted)))
+        self._budget.give(_SALTED_BYTES * (len(before) - len(self._salted)))
         self._untidy = 2 * len(self._salted) + SLACK
 
     def _get(self, engine_hash: int) -> _Name | None:
-        key = self._form.names.get(self.worker, engine_hash)
+        key = self._backend.names.get(self.worker, engine_hash)
         return self._salted.get(engine_hash) if key is None else _Name(key)
 
     def _remove(self, event: BlockRemoved, area: int) -> list[int]:
@@ -310,7 +310,7 @@ class Translator:
             self.misfits += len(hashes)
             hashes, keys = [], []
         elif not self._remember(hashes, keys, salt, edits):
-            self._form.table.refuse(self.worker, len(hashes))
+            self._backend.table.refuse(self.worker, len(hashes))
             hashes, keys = [], []
         known = blocks.hashes[first - 1 : first] if first else []
         return known + hashes, [parent.key] * len(known) + keys
@@ -327,7 +327,7 @@ class Translator:
         if not others:
             return False
         edits.flush()
-        return bool(self._form.table.holds(self.worker, np.array(others, np.uint64)).any())
+        return bool(self._backend.table.holds(self.worker, np.array(others, np.uint64)).any())
 
     def _remember(self, hashes: list[int], keys: list[int], salt: str | None, edits: _Edits) -> bool:
         """Remember names; `False` if there is no room.
@@ -336,14 +336,14 @@ class Translator:
         all blocks named before.
         """
         if salt is None:
-            names, named = self._form.names, np.array(keys, np.uint64)
+            names, named = self._backend.names, np.array(keys, np.uint64)
             if names.put(self.worker, hashes, named):
                 return True
             edits.flush()
             names.sweep()
             return names.put(self.worker, hashes, named)
         new = sum(engine_hash not in self._salted for engine_hash in set(hashes))
-        if not self._allowance.take(_SALTED_BYTES * new):
+        if not self._budget.take(_SALTED_BYTES * new):
             return False
         self._salted.update(zip(hashes, (_Name(key, salt) for key in keys), strict=True))
         return True

@@ -375,7 +375,7 @@ def _on_tiers(rows: Any, areas: Any, needed: Any, words: Any, holders: Any, word
 
 
 @jit
-def _race(
+def match_depths(
     rows: Any, areas: Any, needed: Any, words: Any, found: Any, count: Any, word: Any, out: Any
 ) -> None:
     """Find how far each of 64 workers comes. A block with the same holders as the one before is skipped."""
@@ -445,7 +445,7 @@ def match(
     found = np.empty(hashes.size, np.uint32)
     count = _look_up(meta, directory, cells, alias, hashes, found)
     for word in range(words):
-        _race(rows, areas, needed, words, found, count, word, out)
+        match_depths(rows, areas, needed, words, found, count, word, out)
 
 
 @jit
