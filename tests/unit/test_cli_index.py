@@ -58,7 +58,7 @@ def status_of(url: str, body: bytes | None = None, **headers: str) -> int:
         return error.code
 
 
-def test_who_may_change_what_is_followed(tmp_path: Path) -> None:
+def test_only_clients_with_the_token_change_registrations(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("a token of some length\n")
     file.chmod(0o600)
@@ -103,7 +103,7 @@ def test_a_signal_ends_a_server_that_still_compiles(number: signal.Signals) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Signals) -> None:
+def test_it_answers_who_holds_a_prompt_until_a_signal_ends_it(number: signal.Signals) -> None:
     publisher = ZmqEventPublisher(
         0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(heartbeat_interval=0.05)
     )
@@ -126,7 +126,7 @@ def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Si
     publisher.shutdown()
 
 
-def test_what_it_logs_has_time_level_and_name() -> None:
+def test_log_lines_have_time_level_and_name() -> None:
     """A server's warnings came bare, as Python writes them where nobody has configured logging."""
     publisher = ZmqEventPublisher(
         0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(heartbeat_interval=0.05)
@@ -141,9 +141,7 @@ def test_what_it_logs_has_time_level_and_name() -> None:
         process.terminate()
         assert process.wait(PATIENCE) == 0
     publisher.shutdown()
-    form = (
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.index\.prefix: the index knows less of .*\n"
-    )
+    form = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.index\.prefix: the index is missing .*\n"
     assert re.fullmatch(form, line), line
 
 

@@ -312,7 +312,7 @@ def test_groups_without_full_attention_are_left_out(form: str) -> None:
     assert index.stats().ignored == 3
 
 
-def test_places_beyond_the_last_area_are_refused_and_told(form: str) -> None:
+def test_places_beyond_the_last_area_are_refused_and_reported(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(*(stored([n], "OBJ", ownership=f"tier{n}") for n in range(100))))
     assert index.stats().blocks == 13

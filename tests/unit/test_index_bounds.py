@@ -1,7 +1,4 @@
-"""What an index cannot take it says: other block sizes, places too many, orphans too many.
-
-And what it may not claim.
-"""
+"""Bounds of an index: blocks that it cannot take are reported, and it never claims more than it was sent."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def test_a_block_counts_if_all_groups_of_full_attention_hold_it(form: str, keys:
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_groups_with_a_window_are_left_out_also_where_events_do_not_say_so(form: str, keys: Any) -> None:
+def test_groups_with_a_window_stay_left_out_in_events_without_their_kind(form: str, keys: Any) -> None:
     index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB, counting="set")
     window = {"kv_cache_spec_kind": "sliding_window"}
     send(index, "a", stored([1, 2], group_idx=0))  # counts, until it is known what the group is
@@ -91,7 +88,7 @@ def test_groups_with_a_window_are_left_out_also_where_events_do_not_say_so(form:
     assert depth(index, [1, 2]) == 2
 
 
-def test_a_group_of_unknown_kind_is_left_out_and_told_until_it_is_known(form: str) -> None:
+def test_a_group_of_unknown_kind_is_left_out_and_reported_until_it_is_known(form: str) -> None:
     index = PrefixIndex(form=form, budget=4 * MiB, block_size=4, keys="engine", counting="set")
     send(index, "a", stored([1]), stored([1], group_idx=1), stored([1], group_idx=2))
     assert "blocks of group 1 were left out" in index.incomplete()["a"]
@@ -168,14 +165,14 @@ def test_another_block_size_is_refused_loudly(
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_places_too_many_are_told(form: str, keys: Any) -> None:
+def test_too_many_places_are_reported(form: str, keys: Any) -> None:
     index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB, counting="set")
     send(index, "a", *(stored([1], medium="OBJ", ownership=f"tier{n}") for n in range(20)))
     assert "7 blocks are in places beyond the 16" in index.incomplete()["a"]
     assert index.stats().refused == 7
 
 
-def test_orphans_take_of_the_budget_and_are_told_when_they_are_dropped(form: str, caplog: Any) -> None:
+def test_orphans_are_within_the_budget_and_dropped_ones_are_reported(form: str, caplog: Any) -> None:
     index = PrefixIndex(form=form, keys="xxh3", block_size=16, budget=8 * MiB, counting="set")
     with caplog.at_level(logging.WARNING, "kvtier.index"):
         for n in range(400):
@@ -232,7 +229,7 @@ def test_salted_names_and_duplicates_take_of_the_budget(form: str) -> None:
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_a_dump_is_told_in_parts_between_which_the_index_may_change(form: str, keys: Any) -> None:
+def test_the_index_may_change_between_two_parts_of_a_dump(form: str, keys: Any) -> None:
     """What stays comes once, however the table grows and shrinks meanwhile."""
     index = PrefixIndex(form=form, keys=keys, block_size=1, budget=64 * MiB, counting="set")
     rng = np.random.default_rng(1)
@@ -278,7 +275,7 @@ def test_a_full_book_of_names_keeps_those_of_the_batch_under_way() -> None:
     assert depth(index, list(first)[:1]) == 0
 
 
-def test_a_dump_tells_salted_blocks_in_parts_too(form: str) -> None:
+def test_a_dump_has_salted_blocks_in_parts_too(form: str) -> None:
     index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=16 * MiB, counting="set")
     blocks = list(range(1, 3001))
     send(index, "a", stored(blocks, size=1, extra_keys=[("salt",)] + [None] * (len(blocks) - 1)))
@@ -313,7 +310,7 @@ def test_two_blocks_of_one_hash_are_refused(form: str) -> None:
     assert index.stats().blocks == 0
 
 
-def test_what_is_lost_after_a_clear_is_logged_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_losses_after_a_clear_are_logged_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
     index = PrefixIndex(form=form, block_size=4, budget=270 << 10, keys="engine", counting="set")
     with caplog.at_level(logging.WARNING, "kvtier.index"):
         for turn in range(2):

@@ -44,7 +44,7 @@ def test_a_block_comes_out_with_its_own_name_too() -> None:
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_what_was_told_of_a_block_is_kept_with_all_places_it_is_in(counts: bool) -> None:
+def test_a_waiting_block_keeps_its_description_and_all_its_areas(counts: bool) -> None:
     orphans = orphans_in(counts=counts)
     park(orphans, 5, None, "without tokens", CPU)
     park(orphans, 5, 1, "with tokens")
@@ -76,7 +76,7 @@ def test_the_one_that_waited_longest_makes_room() -> None:
     assert [item for item, _ in orphans.release(0) + orphans.release(1)] == ["8", "7", "9"]
 
 
-def test_check_finds_what_is_broken() -> None:
+def test_check_finds_contradictions() -> None:
     orphans = orphans_in()
     park(orphans, 5, 1, "a")
     orphans._children.clear()

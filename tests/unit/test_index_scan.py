@@ -141,7 +141,7 @@ def test_short_payloads_are_no_batches(cut: str) -> None:
     assert read_by(SCANNERS[False], payload) is None
 
 
-def test_what_publishers_send_is_scanned_not_decoded() -> None:
+def test_batches_of_publishers_are_scanned_not_decoded() -> None:
     """vLLM's usual events must take the fast way, or the index is slow without anybody noticing."""
     scanner = Scanner()
     usual = BlockStored(
@@ -210,7 +210,7 @@ def stores(number: int, tokens: int = 4) -> list[bytes]:
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_neighbours_are_joined_and_say_the_same(tokens: bool) -> None:
+def test_joined_neighbours_have_the_same_events(tokens: bool) -> None:
     """Enough batches for several rooms: those of one room become one, in order, and nobody's arrays are
     written again.
     """
@@ -236,7 +236,7 @@ def test_a_batch_that_was_left_out_is_not_joined_in() -> None:
     assert [part.hashes[::2].tolist() for part in joined] == [[1], [3, 4]]
 
 
-def test_what_cannot_be_scanned_leaves_no_trace_in_the_room() -> None:
+def test_an_unscannable_batch_leaves_no_trace_in_the_buffers() -> None:
     scanner = Scanner()
     good, half = stores(2)
     first = scanner(good)

@@ -174,7 +174,7 @@ def test_stores_without_tokens_take_the_blocks_name(form: str) -> None:
 
 
 @pytest.mark.parametrize("counting", ["set", "count"])
-def test_what_was_told_of_a_block_that_waits_is_not_forgotten(form: str, counting: str) -> None:
+def test_a_waiting_block_is_not_forgotten(form: str, counting: str) -> None:
     """A store without tokens once replaced what waited, and a removal elsewhere took the tokens with it."""
     bare, parent = stored([2], None, [], "CPU", block_size=0), stored([1], None, T[:4])
     waiting = stored([2], 1, T[4:8])
@@ -192,7 +192,7 @@ def test_what_was_told_of_a_block_that_waits_is_not_forgotten(form: str, countin
 
 
 @pytest.mark.parametrize("counting", ["set", "count"])
-def test_a_chain_told_in_any_order_is_known_as_far_as_it_was_told(form: str, counting: str) -> None:
+def test_a_chain_that_arrives_in_any_order_is_known_as_far_as_it_came(form: str, counting: str) -> None:
     """Three blocks on two tiers, with and without tokens: once one is told with tokens, it is known wherever
     it is held, and it stays so as long as it is held anywhere.
     """
@@ -296,7 +296,7 @@ def test_copies_are_counted(form: str) -> None:
     assert feed.reach(T[:4]) == {"a": [0, 0, 0]}
 
 
-def test_names_of_what_is_gone_are_forgotten(form: str) -> None:
+def test_names_of_removed_blocks_are_forgotten(form: str) -> None:
     """Blocks come and go for ever; the names must not pile up, and those of held blocks must stay."""
     feed = Feed(form, budget=3 * MiB)
     feed.send("a", stored([1, 2], None, T[:8]))

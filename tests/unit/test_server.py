@@ -273,7 +273,7 @@ def test_the_block_size_is_learnt_from_the_first_store(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_wrong_block_size_is_said(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_block_size_is_reported(form: str, caplog: pytest.LogCaptureFixture) -> None:
     if form == "numba":
         pytest.importorskip("numba")
     with IndexServer(settings=Settings(budget=4 << 20, form=form)) as server, publishing() as publisher:
@@ -309,7 +309,7 @@ def test_a_block_size_that_comes_later_counts_until_one_is_learnt(client: Client
         until(lambda: client.query(T)["scores"] == {"1": {"0": 4}})
 
 
-def test_blocks_dropped_before_their_parents_came_are_said() -> None:
+def test_blocks_dropped_before_their_parents_came_are_reported() -> None:
     with IndexServer(settings=SMALL) as server, publishing() as publisher:
         client = Client(server.url)
         client("POST", "/register", registered(publisher))
@@ -327,7 +327,7 @@ def test_blocks_dropped_before_their_parents_came_are_said() -> None:
         )
 
 
-def test_ranks_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_beyond_the_bound_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(budget=4 << 20, form="python", max_ranks=2)
     with IndexServer(settings=settings) as server, StockPublisher() as publisher:
         client = Client(server.url)
@@ -404,7 +404,7 @@ class StockPublisher:
         self._context.term()
 
 
-def test_two_registrations_whose_batches_say_the_same_rank(client: Client) -> None:
+def test_two_registrations_whose_batches_name_the_same_rank(client: Client) -> None:
     """Two engines behind one instance that both think they are rank 0 are two workers, and one clear clears
     one.
     """
@@ -548,7 +548,7 @@ def test_a_block_size_that_comes_later_loses_nothing() -> None:
         service.close()
 
 
-def test_places_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_places_beyond_the_bound_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     with IndexServer(settings=SMALL) as server, publishing() as publisher:
         client = Client(server.url)
         client("POST", "/register", registered(publisher))
@@ -586,7 +586,7 @@ def test_an_index_and_a_server_have_the_same_defaults() -> None:
     assert parse_size(command["budget"], "budget") == index["budget"]
 
 
-def test_without_descriptors_left_a_registration_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registration_without_descriptors_left_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was a 500 with a traceback in the log."""
 
     def no_descriptors(*_: object) -> None:

@@ -93,7 +93,7 @@ def serving(model: Path, folder: Path) -> Iterator[Any]:
 
 
 def is_listening(port: int) -> bool:
-    """Say whether somebody takes connections on a port."""
+    """Return whether somebody takes connections on a port."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
         return True
     return False

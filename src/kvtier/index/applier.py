@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _MAX_BLOCK_SIZE = 1 << 20
 _MOST = 64  # the most groups to remember; no engine has so many
-_COUNT_BYTES = 256  # a pair of ints and its place in a dict that has just doubled
+_COUNT_BYTES = 256  # a pair of ints and its entry in a dict that has just doubled
 
 
 class Areas:
@@ -99,11 +99,11 @@ class Groups:
 
     @property
     def first_counts(self) -> bool | None:
-        """Whether the first group counts; `None` if no group is known."""
+        """Return whether the first group counts; `None` if no group is known."""
         return 0 in self.counted or (False if self.counted or 0 in self._others else None)
 
     def admit(self, event: BlockStored) -> bool:
-        """Say whether an event's group counts, and learn the group's kind from the event."""
+        """Return whether an event's group counts, and learn the group's kind from the event."""
         group, kind = event.group_idx or 0, event.kv_cache_spec_kind
         if kind is None and group not in self._others and (group == 0 or group in self.counted):
             kind = FULL_ATTENTION[0]
@@ -199,7 +199,7 @@ class WorkerState:
 
     @property
     def has_losses(self) -> bool:
-        """Whether blocks are missing, apart from those that the table dropped."""
+        """Return whether blocks are missing, apart from those that the table dropped."""
         lost = self.refused or self.translator.waiting.dropped or self.duplicates.dropped
         return bool(lost or self.groups.unclear)
 
@@ -208,7 +208,7 @@ class WorkerState:
         return self.translator.bytes() + self.duplicates.bytes()
 
     def reason(self, dropped: int, block_size: int | None) -> str:
-        """Say in a line why blocks are missing; `dropped` is the table's count."""
+        """Return a line that says why blocks are missing; `dropped` is the table's count."""
         size, groups = self.other_size, self.groups.unclear.items()
         losses = [
             (
@@ -254,7 +254,7 @@ class EventApplier:
     """Applies events to the table and the names of one index."""
 
     def __init__(self, backend: IndexBackend, keys: Keys, block_size: int | None) -> None:
-        """Take blocks of `block_size` tokens; `None`: the size of the first store."""
+        """Take blocks of `block_size` tokens; `None` means the size of the first store."""
         self.block_size, self.areas = block_size, Areas()
         # Blocks of groups that do not count; refusals and drops of workers before their last clear.
         self.ignored = self.past_refused = self.past_orphans = 0
@@ -282,7 +282,7 @@ class EventApplier:
             self._backend.names.tidy()
 
     def _is_simple(self, worker: WorkerState, batch: Any, edits: Edits) -> bool:
-        """Say whether scanned events, all of the first group, can be applied without looking at each one."""
+        """Return whether scanned events, all of the first group, can be applied as they are."""
         if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
             self._backend.table.require(worker.number, self.areas.needed((0,)))
@@ -390,7 +390,7 @@ class EventApplier:
         return area
 
     def _admit(self, worker: WorkerState, event: BlockStored) -> bool:
-        """Say whether a store's group counts; a new group that counts is required from now on."""
+        """Return whether a store's group counts; a new group that counts is required from now on."""
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:

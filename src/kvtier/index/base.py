@@ -162,7 +162,7 @@ class Table(Protocol):
         """Return `[worker, column]`: how far along these blocks each worker comes; see `Columns`."""
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        """Say for each block whether the worker holds it in any area."""
+        """Return for each block whether the worker holds it in any area."""
 
     def holdings(self) -> int:
         """Return how many blocks all workers hold, each counted once per worker and area."""

@@ -121,7 +121,7 @@ class _Client(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """A request's head. `is_kept`: the connection stays open after the answer."""
+    """A request's head."""
 
     method: str
     target: str
@@ -130,6 +130,7 @@ class _Head(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
+        """Return whether the connection stays open after the answer."""
         connection = self.headers.get("connection", "").lower()
         return connection != "close" if self.version == "HTTP/1.1" else connection == "keep-alive"
 
@@ -198,7 +199,7 @@ class HttpServer:
             await asyncio.sleep(0)  # pipelined requests never wait, so give other connections a turn
 
     async def _exchange(self, client: _Client, first: bytes) -> bool:
-        """Answer one request, whose first byte is given; say whether more may follow.
+        """Answer one request, whose first byte is given; return whether more may follow.
 
         Nothing of the request outlives this call: an idle connection keeps no body.
         """
@@ -276,7 +277,7 @@ class HttpServer:
             return _error(500, "the server failed on this request; its log says why")
 
     async def _send(self, client: _Client, response: Response, head: _Head | None = None) -> bool:
-        """Send an answer, and say whether the connection stays open. Without a head it is closed."""
+        """Send an answer, and return whether the connection stays open. Without a head it is closed."""
         writer, body = client.writer, response.body
         in_chunks = head is not None and head.version == "HTTP/1.1" and not isinstance(body, bytes)
         # pieces without chunks: the answer ends when the connection ends
@@ -385,8 +386,9 @@ def _head_of(response: Response, is_kept: bool, in_chunks: bool) -> bytes:
 class Access:
     """The rights of clients.
 
-    `hosts` are names by which clients may call the server, besides `localhost` and addresses (`*`: any).
-    `token` is required for changes (`None`: no token). `ipc` lets clients register sockets of this machine.
+    `hosts` are names by which clients may call the server, besides `localhost` and addresses; `*` allows
+    any. `token` is required for changes, unless it is `None`. `ipc` lets clients register sockets of this
+    machine.
     """
 
     hosts: tuple[str, ...] = ()
@@ -421,7 +423,7 @@ class Access:
             raise HttpError(415, f"Content-Type: expected application/json, got {kind[:200]!r}")
 
     def _knows(self, host: str) -> bool:
-        """Say whether a request with this `Host` was meant for us.
+        """Return whether a request with this `Host` was meant for us.
 
         An attacker can point only names at us.
         """

@@ -34,8 +34,8 @@ from kvtier.index.base import (
 )
 
 _BLOCK_BYTES = 128
-_NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
-_SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
+_NAME_BYTES = 192  # two ints and their entry in a dict that has just doubled
+_SET_BYTES = 512  # a set's object, its mask, and its entries in two dicts
 _AREA_BITS = (1 << MAX_AREAS) - 1
 _SLICE = 1024
 """Blocks per slice."""
@@ -166,7 +166,7 @@ class PlainTable:
             self._drops[worker] += 1
 
     def _has_room(self, for_block: bool, for_set: bool) -> bool:
-        """Say whether one more block or set fits into the budget; sweep first if that helps."""
+        """Return whether one more block or set fits into the budget; sweep first if that helps."""
         most = self._budget - for_block * _BLOCK_BYTES - for_set * _SET_BYTES
         if self._bytes() <= most:
             return True

@@ -13,7 +13,7 @@ numba if it is installed.
 
 The table, the names that XXH3 keys need, blocks that wait for their parent and counts of duplicates
 together never take more than the byte budget. A block that finds no room is refused and counted; so is a
-block of another size, or in a place beyond the limit. Its worker is then `incomplete()` until it is next
+block of another size, or in an area beyond the limit. Its worker is then `incomplete()` until it is next
 cleared. An index may know too little, never too much.
 
 Any thread may call anything here; calls exclude each other, and a batch is applied as a whole.
@@ -121,8 +121,8 @@ class WorkerStats(NamedTuple):
 class IndexStats(NamedTuple):
     """An index's size. The budget bounds `bytes`. Counters, which only grow: `dropped`, blocks that found
     no room; `unknown`, removals of blocks that were not held; `ignored`, blocks of groups that a prefix
-    match cannot use; `refused`, blocks of another size, with tokens that do not fill whole blocks, or in a
-    place beyond the limit; `orphans_dropped`, blocks that found no room to wait for their parent. `waiting`
+    match cannot use; `refused`, blocks of another size, with tokens that do not fill whole blocks, or in an
+    area beyond the limit; `orphans_dropped`, blocks that found no room to wait for their parent. `waiting`
     counts the blocks that wait now.
     """
 
@@ -275,7 +275,7 @@ class PrefixIndex:
         with self._lock:
             known = self._workers.get(worker) or self._add(worker)
             self._applier.apply(known, batch)
-            self._tell(known)
+            self._log_problem(known)
 
     def apply_all(self, worker: str, batches: Sequence[Any]) -> None:
         """Apply consecutive batches of a worker's events; faster than one by one."""
@@ -288,12 +288,12 @@ class PrefixIndex:
                 for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
 
-    def _tell(self, worker: WorkerState) -> None:
+    def _log_problem(self, worker: WorkerState) -> None:
         """Log, at most once until the next clear, that the index is missing blocks of a worker."""
         if not worker.problem_logged and (reason := self._reason(worker)):
             worker.problem_logged = True
             if (more := worker.log_limit.admit()) is not None:
-                line = "the index knows less of worker %r than it was told: %s%s"
+                line = "the index is missing blocks of worker %r: %s%s"
                 logger.warning(line, worker.name, reason, more)
 
     def _reason(self, worker: WorkerState) -> str:

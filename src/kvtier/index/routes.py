@@ -52,7 +52,7 @@ _TIER_NAMES = {StorageTier.GPU: "device", StorageTier.CPU: "host_pinned", Storag
 _CHANGES = frozenset(("/register", "/unregister"))
 _DUMPS = 4
 """The most dumps at once: each keeps a list of all held blocks."""
-_PAUSE = 0.002
+_SLICE_INTERVAL = 0.002
 """Seconds between two slices of a long answer, so that other requests are answered in between."""
 _REASON_LENGTH = 1000
 
@@ -68,9 +68,11 @@ _INDEX = (
     Metric("dropped", _COUNTER, "Blocks refused because the budget was spent."),
     Metric("unknown", _COUNTER, "Removals of blocks that were not held."),
     Metric("ignored", _COUNTER, "Blocks of groups that no prefix match can be made of."),
-    Metric("refused", _COUNTER, "Blocks of another size, with wrong tokens, or in a place too many."),
+    Metric(
+        "refused", _COUNTER, "Blocks of another size, with wrong tokens, or in an area beyond the limit."
+    ),
     Metric("orphans_dropped", _COUNTER, "Blocks that found no room to wait for their parents."),
-    Metric("compiled", _GAUGE, "Whether compiled loops answer, or plain Python until they are ready."),
+    Metric("compiled", _GAUGE, "Whether compiled loops answer, or plain Python."),
     Metric("worker_blocks", _GAUGE, "Blocks that a worker holds on a tier."),
 )
 _STREAM = {
@@ -192,7 +194,7 @@ class Api:
         except HttpError as error:
             response = error.response()
         finally:
-            self._traffic.note(path, response.status, time.perf_counter() - start)
+            self._traffic.record(path, response.status, time.perf_counter() - start)
         return response
 
     async def _answer(self, request: HttpRequest) -> Response:
@@ -352,7 +354,7 @@ class Api:
                     if events := list(_stores(part, number, ids)):
                         yield first + b",".join(map(msgspec.json.encode, events))
                         first, number = b",", number + len(events)
-                    await asyncio.sleep(_PAUSE)
+                    await asyncio.sleep(_SLICE_INTERVAL)
                     part = next(slices, None)
                 yield b"]}"
                 opening = b","
@@ -371,7 +373,7 @@ class Api:
     async def _metrics_pieces(self) -> AsyncGenerator[bytes, None]:
         for text in self._registry.texts():
             yield text.encode()
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_SLICE_INTERVAL)
 
 
 def _read(request: HttpRequest, shape: type[T]) -> T:
@@ -442,25 +444,25 @@ def _mooncake(
     found: dict[str, _Tokens], confidences: dict[Worker, Confidence], instance: int | str | None
 ) -> dict[str, dict[str, Any]]:
     """Format a match like Mooncake: every instance, each medium separately."""
-    said: dict[str, dict[str, Any]] = {}
+    instances: dict[str, dict[str, Any]] = {}
     confidences_of: defaultdict[str, list[Confidence]] = defaultdict(list)
     for worker, confidence in confidences.items():
         if instance is not None and str(instance) != worker.instance:
             continue
         tokens = found.get(worker.name, _Tokens())
         nothing = {"longest_matched": 0, "GPU": 0, "DP": {}, "CPU": 0, "DISK": 0}
-        entry = said.setdefault(worker.instance, nothing)
+        entry = instances.setdefault(worker.instance, nothing)
         entry["DP"][str(worker.rank)] = tokens.longest
         names = ("longest_matched", "GPU", "CPU", "DISK")
         for name, count in zip(names, (tokens.longest, *tokens.alone), strict=True):
             entry[name] = max(entry[name], count)
         confidences_of[worker.instance].append(confidence)
-    for name, said_of in confidences_of.items():
-        confidence = worst(said_of)
-        said[name]["state"] = confidence.state
+    for name, its_confidences in confidences_of.items():
+        confidence = worst(its_confidences)
+        instances[name]["state"] = confidence.state
         if confidence.state is not State.EXACT:
-            said[name]["reason"] = confidence.reason[:_REASON_LENGTH]
-    return said
+            instances[name]["reason"] = confidence.reason[:_REASON_LENGTH]
+    return instances
 
 
 def _stores(
@@ -492,7 +494,7 @@ class Traffic:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(_REQUEST_SECONDS))
 
-    def note(self, path: str, status: int, seconds: float) -> None:
+    def record(self, path: str, status: int, seconds: float) -> None:
         """Count an answer."""
         self.requests[path, status] += 1
         self.seconds[path].observe(seconds)

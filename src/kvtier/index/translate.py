@@ -34,7 +34,7 @@ _MOST_EDITS = 4096  # edits collected before they are applied
 Edit = tuple[Op, int, list[int]]
 """The kind of a change, its area, and its keys."""
 AreaOf = Callable[[BlockStored | BlockRemoved], int | None]
-"""Returns an event's area; `None`: the event does not count, or is refused."""
+"""Returns an event's area, or `None` if the event does not count or is refused."""
 Run = Callable[[list[Edit]], None]
 """Applies edits to the table."""
 
@@ -103,7 +103,7 @@ class Orphans(Generic[T]):
     """One worker's blocks without a name, by the engine's hash, in order of arrival."""
 
     def __init__(self, budget: MemoryBudget, counts: bool = False) -> None:
-        """Keep as much as the budget permits. `counts`: an area may hold several copies of a block."""
+        """Keep as much as the budget permits. If it `counts`, an area may hold several copies of a block."""
         self.dropped = 0  # blocks dropped since the last clear
         self._budget, self._counts = budget, counts
         self._blocks: dict[int, _Orphan[T]] = {}
@@ -193,7 +193,7 @@ class Translator:
     """Translates one worker's events."""
 
     def __init__(self, worker: int, backend: IndexBackend, budget: MemoryBudget, counts: bool) -> None:
-        """Name blocks in the book of `backend`. `counts`: the engine announces every copy of a block."""
+        """Name blocks in the book of `backend`. An engine that `counts` announces every copy of a block."""
         self.worker = worker
         self.waiting: Orphans[_Blocks] = Orphans(budget, counts)
         # Blocks whose tokens or extra keys do not fill whole blocks, or differ from before; since the
@@ -206,7 +206,7 @@ class Translator:
 
     @property
     def is_simple(self) -> bool:
-        """Whether every block that is not in the book is unknown here too."""
+        """Return whether every block that is not in the book is unknown here too."""
         return not self._salted and not len(self.waiting)
 
     def bytes(self) -> int:
@@ -316,7 +316,7 @@ class Translator:
         return known + hashes, [parent.key] * len(known) + keys
 
     def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
-        """Say whether a hash is used for two blocks, or for a held block with another key.
+        """Return whether a hash is used for two blocks, or for a held block with another key.
 
         A hash has one name, and no removal would find the other block.
         """

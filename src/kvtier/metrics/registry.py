@@ -133,8 +133,8 @@ def _histogram_lines(name: str, labels: Mapping[str, str], value: Histogram) -> 
 
 
 def _line(name: str, labels: Mapping[str, str], value: float) -> str:
-    said = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
-    return f"{name}{{{said}}} {_number(value)}" if said else f"{name} {_number(value)}"
+    text = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
+    return f"{name}{{{text}}} {_number(value)}" if text else f"{name} {_number(value)}"
 
 
 def _number(value: float) -> str:

@@ -52,7 +52,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def _lowest_bit(_context: Any, word: Any) -> Any:
-    """Return the place of the lowest bit set in a word that is not 0."""
+    """Return the position of the lowest bit set in a word that is not 0."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -81,7 +81,7 @@ def _swap_bytes(_context: Any, word: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-def _prefetch(_context: Any, array: Any, place: Any) -> Any:
+def _prefetch(_context: Any, array: Any, offset: Any) -> Any:
     """Begin to load an element of an array of one dimension; it will be wanted soon."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:

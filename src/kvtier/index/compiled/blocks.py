@@ -128,14 +128,14 @@ def _settle(
 ) -> None:
     """Update a segment's blocks to their current set numbers, and drop blocks without holders."""
     base = segment * (CELLS * WIDTH)
-    for place in range(base + 2, base + CELLS * WIDTH, WIDTH):
-        number = cells[place]
+    for offset in range(base + 2, base + CELLS * WIDTH, WIDTH):
+        number = cells[offset]
         if number != 0 and alias[number] != number:
             holders = alias[number]
             refs[number] -= 1
             refs[holders] += holders != 0
             meta[DEAD] -= holders == 0
-            cells[place] = holders
+            cells[offset] = holders
     rehash(meta, directory, cells, segments, WIDTH, False, segment)
 
 
@@ -183,16 +183,16 @@ def store(
         key = hashes[i]
         mixed = mixed_of(meta, key, _NO_TAG)
         segment = segment_of(meta, directory, mixed)
-        place = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
-        if place < 0 and segments[segment, FILL] >= LIMIT:
+        offset = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
+        if offset < 0 and segments[segment, FILL] >= LIMIT:
             room = _make_room(meta, directory, cells, segments, refs, alias, mixed)
             segment = segment_of(meta, directory, mixed)
             if not room and segments[segment, FILL] >= HARD_LIMIT:
                 meta[DROPPED] += 1
                 held[worker, drops] += 1
                 continue
-            place = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
-        number = np.int64(0) if place < 0 else np.int64(cells[place + 2])
+            offset = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
+        number = np.int64(0) if offset < 0 else np.int64(cells[offset + 2])
         holders = np.int64(alias[number])
         if rows[holders, word] & bit:
             if unique:
@@ -209,12 +209,12 @@ def store(
                 held[worker, drops] += 1
                 continue
             known = holders
-        if place < 0:
-            fill(meta, cells, segments, segment, ~place, key, next_set)
+        if offset < 0:
+            fill(meta, cells, segments, segment, ~offset, key, next_set)
         else:
             refs[number] -= 1
             meta[DEAD] -= holders == 0
-            cells[place + 2] = next_set
+            cells[offset + 2] = next_set
         refs[next_set] += 1
         held[worker, area] += 1
         if fresh.size:
@@ -241,8 +241,8 @@ def _remove(
         key = hashes[i]
         mixed = mixed_of(meta, key, _NO_TAG)
         segment = segment_of(meta, directory, mixed)
-        place = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
-        number = np.int64(0) if place < 0 else np.int64(cells[place + 2])
+        offset = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
+        number = np.int64(0) if offset < 0 else np.int64(cells[offset + 2])
         holders = np.int64(alias[number])
         if not rows[holders, word] & bit:
             meta[UNKNOWN] += 1
@@ -259,10 +259,10 @@ def _remove(
         refs[number] -= 1
         held[worker, area] -= 1
         if next_set:
-            cells[place + 2] = next_set
+            cells[offset + 2] = next_set
             refs[next_set] += 1
         else:
-            erase(meta, cells, segments, WIDTH, False, segment, place)
+            erase(meta, cells, segments, WIDTH, False, segment, offset)
     return stop
 
 
@@ -333,8 +333,8 @@ def _record(out: Any, column: Any, word: Any, bits: Any, depth: Any) -> None:
 def _holders_of(meta: Any, directory: Any, cells: Any, alias: Any, key: Any) -> Any:
     """Return a block's holder set, 0 if it has no holder."""
     mixed = mixed_of(meta, key, _NO_TAG)
-    place = find(cells, WIDTH, segment_of(meta, directory, mixed), mixed, key, _NO_TAG)
-    return alias[cells[place + 2]] if place >= 0 else np.uint32(0)
+    offset = find(cells, WIDTH, segment_of(meta, directory, mixed), mixed, key, _NO_TAG)
+    return alias[cells[offset + 2]] if offset >= 0 else np.uint32(0)
 
 
 @jit
@@ -344,8 +344,8 @@ def _look_up(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any, fou
     secret, depth = meta[SECRET], meta[DEPTH]
     for i in range(hashes.size):
         mixed = mix(hashes[i], secret)
-        place = find(cells, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
-        found[i] = alias[cells[place + 2]] if place >= 0 else 0
+        offset = find(cells, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
+        found[i] = alias[cells[offset + 2]] if offset >= 0 else 0
         if found[i] == 0:
             return i
     return hashes.size
@@ -452,7 +452,7 @@ def match(
 def holds_one(
     meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, words: Any, worker: Any, key: Any
 ) -> Any:
-    """Say whether a worker holds a block in any area."""
+    """Return whether a worker holds a block in any area."""
     holders = _holders_of(meta, directory, cells, alias, key)
     bits = _ZERO
     for at in range(worker >> 6, rows.shape[1], words):

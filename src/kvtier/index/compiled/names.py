@@ -56,8 +56,8 @@ _BLOCK_SEED = np.uint64(SEED)
 def _get(meta: Any, directory: Any, cells: Any, engine_hash: Any, tag: Any) -> Any:
     """Return whether there is a name, and its key."""
     mixed = mixed_of(meta, engine_hash, tag)
-    place = find(cells, _WIDTH, segment_of(meta, directory, mixed), mixed, engine_hash, tag)
-    return (True, word_at(cells, place + _KEY)) if place >= 0 else (False, np.uint64(0))
+    offset = find(cells, _WIDTH, segment_of(meta, directory, mixed), mixed, engine_hash, tag)
+    return (True, word_at(cells, offset + _KEY)) if offset >= 0 else (False, np.uint64(0))
 
 
 @jit
@@ -68,17 +68,17 @@ def _put(
     mixed = mixed_of(meta, engine_hash, tag)
     while True:
         segment = segment_of(meta, directory, mixed)
-        place = find(cells, _WIDTH, segment, mixed, engine_hash, tag)
-        if place >= 0 or segments[segment, FILL] < LIMIT:
+        offset = find(cells, _WIDTH, segment, mixed, engine_hash, tag)
+        if offset >= 0 or segments[segment, FILL] < LIMIT:
             break
         if not split(meta, directory, cells, segments, _WIDTH, True, mixed):
             return False
-    if place < 0:
-        place = ~place
-        fill(meta, cells, segments, segment, place, engine_hash, tag)
-    elif keeps and word_at(cells, place + _KEY) != key:
+    if offset < 0:
+        offset = ~offset
+        fill(meta, cells, segments, segment, offset, engine_hash, tag)
+    elif keeps and word_at(cells, offset + _KEY) != key:
         return False
-    put_word(cells, place + _KEY, key)
+    put_word(cells, offset + _KEY, key)
     return True
 
 
@@ -102,8 +102,8 @@ def _sweep(
     for number in range(count):
         segment = (first + number) % meta[SEGMENTS]
         base = segment * (CELLS * _WIDTH)
-        for place in range(base, base + CELLS * _WIDTH, _WIDTH):
-            tag = cells[place + _TAG]
+        for offset in range(base, base + CELLS * _WIDTH, _WIDTH):
+            tag = cells[offset + _TAG]
             worker = np.int64(tag) & (MAX_WORKERS - 1)
             if tag and not (
                 tags[worker] == tag
@@ -115,10 +115,10 @@ def _sweep(
                     alias,
                     words,
                     worker,
-                    word_at(cells, place + _KEY),
+                    word_at(cells, offset + _KEY),
                 )
             ):
-                cells[place + _TAG] = 0
+                cells[offset + _TAG] = 0
         rehash(meta, directory, cells, segments, _WIDTH, True, segment)
 
 

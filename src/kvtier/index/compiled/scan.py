@@ -424,7 +424,7 @@ def _scan(data: Any, hashes: Any, edits: Any, tokens: Any, totals: Any) -> Any:
 
 @jit
 def _all_of_size(edits: Any, block_size: Any) -> Any:
-    """Say whether all stores have this block size, or none."""
+    """Return whether all stores have this block size, or none."""
     for edit in range(edits.shape[0]):
         size = edits[edit, SCANNED_BLOCK_SIZE]
         if edits[edit, _OP] == _STORED and size != block_size and size != 0:
@@ -473,7 +473,7 @@ class Scanned:
 
     @staticmethod
     def have_size(edits: Edits, block_size: int) -> bool:
-        """Say whether all stores have this block size, or none."""
+        """Return whether all stores have this block size, or none."""
         return bool(_all_of_size(edits, block_size))
 
     def events(self) -> Iterator[Event]:

@@ -115,7 +115,7 @@ class CompiledTable:
         return room * _SET_BYTES + (room + 1) * areas * words * 8 + workers
 
     def _fits(self, room: int, areas: int, words: int) -> bool:
-        """Say whether sets of that shape fit beside the present ones."""
+        """Return whether sets of that shape fit beside the present ones."""
         return self._bytes() + self._sets_bytes(room, areas, words) <= self._budget
 
     def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
@@ -270,7 +270,7 @@ class CompiledTable:
             "a hash twice": len(np.unique(keys)) != len(keys),
             "dead entries": np.count_nonzero(alias[numbers] == 0) != meta[DEAD],
             "segment fills": not self._cells.fills(blocks.WIDTH),
-            "a hash out of its place": (found != alias[numbers]).any(),
+            "a hash in the wrong cell": (found != alias[numbers]).any(),
             "reference counts": (np.bincount(numbers, minlength=self._room) != self._refs).any(),
             "blocks per worker": (counted != self._held[:, :MAX_AREAS]).any(),
             "bytes": self._bytes() > self._budget,
