@@ -53,7 +53,7 @@ _COUNT_BYTES = 256  # a pair of ints and its entry in a dict that has just doubl
 
 
 class Areas:
-    """The areas of an index: one for each place in which any worker holds blocks."""
+    """Numbers the areas of an index: one for each place in which any worker holds blocks."""
 
     def __init__(self) -> None:
         self._by_place = {place: number for number, place in enumerate(PLACES)}
@@ -89,7 +89,7 @@ class Areas:
 
 
 class Groups:
-    """The groups of a worker that count, by their `group_idx`."""
+    """Keeps which groups of a worker count, by their `group_idx`."""
 
     def __init__(self) -> None:
         self.counted: set[int] = set()
@@ -128,7 +128,7 @@ class Groups:
 
 
 class DuplicateCounts:
-    """How many copies of a block one worker holds beyond the first.
+    """Counts the copies of each block that one worker holds beyond the first.
 
     vLLM sends a store and a removal for every physical copy of a block. Second copies are rare, so only
     they are counted. A copy that does not fit is counted as dropped, and its block is forgotten at its
@@ -174,7 +174,7 @@ class DuplicateCounts:
 
 
 class WorkerState:
-    """A worker of an index.
+    """Keeps what an index knows of a worker beside the table.
 
     `number` is its number in the table; if it `counts`, it announces every copy of a block.
     """

@@ -18,7 +18,6 @@ One thread at a time uses a table and its names; `kvtier.index.prefix.PrefixInde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -85,7 +84,7 @@ class Op(IntEnum):
 
 
 class IndexArea(NamedTuple):
-    """A place in which workers hold blocks: its tier, and its group's number (the first has 0)."""
+    """The tier of an area, and the number of its group (the first has 0)."""
 
     tier: StorageTier
     group: int
@@ -123,7 +122,7 @@ class TableStats(NamedTuple):
 
 
 class Table(Protocol):
-    """The holders of each block.
+    """Maps each block to its holders.
 
     Workers and areas are small numbers; a worker's number may be reused once it is cleared.
     """
@@ -197,7 +196,7 @@ class NamePart(NamedTuple):
 
 
 class Names(Protocol):
-    """Engine hashes and the keys they stand for, per worker."""
+    """Maps the hashes of each worker's engine to keys."""
 
     def get(self, worker: int, engine_hash: int) -> int | None:
         """Return the key that a worker's engine names by this hash."""
@@ -224,8 +223,7 @@ class Names(Protocol):
         """Raise `IntegrityError` if the book contradicts itself."""
 
 
-@dataclass(slots=True)
-class IndexBackend:
+class IndexBackend(NamedTuple):
     """The table and the names of an index. With the engine's own keys, `names` stays empty."""
 
     table: Table
@@ -233,7 +231,7 @@ class IndexBackend:
 
 
 class MemoryBudget:
-    """Bytes that several owners share: everything beside the table and the names."""
+    """Counts bytes that several owners share: those of all data beside the table and the names."""
 
     def __init__(self, limit: int) -> None:
         """Allow `limit` bytes in total."""

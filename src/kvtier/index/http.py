@@ -384,7 +384,7 @@ def _head_of(response: Response, is_kept: bool, in_chunks: bool) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The rights of clients.
+    """Decides what clients may do.
 
     `hosts` are names by which clients may call the server, besides `localhost` and addresses; `*` allows
     any. `token` is required for changes, unless it is `None`. `ipc` lets clients register sockets of this

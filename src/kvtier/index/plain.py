@@ -304,7 +304,7 @@ class PlainTable:
 
 
 class PlainNames:
-    """Names in dicts."""
+    """Names in dicts. See `kvtier.index.base.Names`."""
 
     def __init__(self, table: Table, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes."""

@@ -141,7 +141,7 @@ class IndexStats(NamedTuple):
 
 
 class PrefixIndex:
-    """The workers that hold each prefix, and on which tier."""
+    """Knows which workers hold each prefix, and on which tier."""
 
     def __init__(
         self,

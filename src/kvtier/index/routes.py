@@ -488,7 +488,7 @@ def _stores(
 
 
 class Traffic:
-    """The HTTP requests that were answered, by path and status, and their times by path."""
+    """Counts the HTTP requests that were answered, by path and status, and their times by path."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()

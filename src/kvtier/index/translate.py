@@ -100,7 +100,7 @@ class _Orphan(NamedTuple, Generic[T]):
 
 
 class Orphans(Generic[T]):
-    """One worker's blocks without a name, by the engine's hash, in order of arrival."""
+    """Keeps one worker's blocks without a name, by the engine's hash, in order of arrival."""
 
     def __init__(self, budget: MemoryBudget, counts: bool = False) -> None:
         """Keep as much as the budget permits. If it `counts`, an area may hold several copies of a block."""

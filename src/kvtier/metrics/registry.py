@@ -44,7 +44,7 @@ class Metric:
 
 
 class Histogram:
-    """The number of observations by size, and their sum.
+    """Counts observations by size, and sums them.
 
     The newest observations are also kept as they came, for engines whose histograms take single values only.
     """
@@ -78,7 +78,7 @@ Read = Callable[[], Mapping[str, Iterable[Sample]]]
 
 
 class Registry:
-    """The metrics of one part, whose names begin with `prefix`."""
+    """Holds the metrics of one part, whose names begin with `prefix`."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix

@@ -169,7 +169,7 @@ def _translate(
 
 
 class CompiledNames:
-    """Names of a compiled table's blocks. See `kvtier.index.names.Names`."""
+    """Names of a compiled table's blocks. See `kvtier.index.base.Names`."""
 
     def __init__(self, table: CompiledTable, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes; memory is taken on demand."""
