@@ -115,14 +115,17 @@ def serve_command(
         slow.join()  # it may be printing
         remark(f"serving on {url}")
 
-    serve(
-        host,
-        port,
-        settings=settings,
-        access=access,
-        follow=[_registration(text, model_name, block_size) for text in follow or ()],
-        on_ready=on_ready,
-    )
+    try:
+        serve(
+            host,
+            port,
+            settings=settings,
+            access=access,
+            follow=[_registration(text, model_name, block_size) for text in follow or ()],
+            on_ready=on_ready,
+        )
+    finally:
+        slow.cancel()
 
 
 def _budget(text: str) -> int:

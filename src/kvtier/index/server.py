@@ -42,10 +42,14 @@ def serve(
             loop.add_signal_handler(number, stop.set)
         await _serve(host, port, service, limits, access, follow, on_ready, stop)
 
-    for number in signals:
-        signal.signal(number, _exit)  # the event loop does not run yet
-    service = _make_service(host, settings)
-    asyncio.run(serve_until_signalled())
+    # The event loop, which handles signals later, does not run yet.
+    before = {number: signal.signal(number, _exit) for number in signals}
+    try:
+        service = _make_service(host, settings)
+        asyncio.run(serve_until_signalled())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit(*_: object) -> None:
