@@ -41,8 +41,8 @@ from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.base import Op
 from kvtier.index.base import Table as IndexTable
-from kvtier.index.forms import choose_form
-from kvtier.index.plain_table import PlainTable
+from kvtier.index.plain import PlainTable
+from kvtier.index.prefix import choose_form
 
 BLOCK_SIZE, BATCH_BLOCKS, CHAIN_BATCHES = 16, 64, 8
 FIRST_BLOCKS = 8 * BATCH_BLOCKS * CHAIN_BATCHES
@@ -50,7 +50,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 TARGETS = {"blocks_per_second": 2.0, "bytes_per_block": 40.0, "match_us": 15.0}
 SERVE = """
 import sys
-from kvtier.index.server import Settings, serve
+from kvtier.index.server import serve
+from kvtier.index.service import Settings
 keys, form, port = sys.argv[1:]
 serve(port=int(port), settings=Settings(keys=keys, form=form))
 """
@@ -310,14 +311,14 @@ def median_us(
 
 def measure_match(form: str) -> dict[str, float]:
     """Time a match of 1,000 blocks that all 64 workers hold, and one where each holds another part."""
-    index, rng = PrefixIndex(form=form), np.random.default_rng(2)
+    index, rng = PrefixIndex(keys="engine", counting="set", form=form), np.random.default_rng(2)
     store(index, "w0", rng.integers(0, 1 << 63, 10**6 if form == "numba" else 10**5, dtype=np.uint64))
     shared, ragged = rng.integers(0, 1 << 63, (2, 1000), dtype=np.uint64)
     for worker in range(64):
         store(index, f"w{worker}", shared)
         store(index, f"w{worker}", ragged[: 5 + 15 * worker])
         store(index, f"w{worker}", ragged[: 8 + 15 * worker], "CPU")
-    assert (index.match(shared).any == 1000).all()
+    assert (index.match(shared).on_any_tier == 1000).all()
     junk = np.zeros(1 << 26, np.uint8)
 
     def evict() -> None:

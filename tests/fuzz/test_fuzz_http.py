@@ -17,7 +17,9 @@ import pytest
 from tests.fuzz.mutate import mutate
 from tests.fuzz.test_fuzz_events import FRAMES, MAY_GROW, SEED, resident_bytes
 
-from kvtier.index.server import HttpLimits, IndexServer, Settings
+from kvtier.index.http import HttpLimits
+from kvtier.index.server import IndexServer
+from kvtier.index.service import Settings
 
 PATHS = (
     "/register",

@@ -26,7 +26,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[IndexerClie
 
 @ENCODINGS
 @pytest.mark.parametrize("seed", range(3))
-def test_who_holds_how_much_of_a_prompt(
+def test_both_indexers_give_the_same_scores(
     both: tuple[IndexerClient, IndexerClient], encoding: str, seed: int
 ) -> None:
     traffic = Traffic(seed=200 + seed)
@@ -47,7 +47,9 @@ def test_who_holds_how_much_of_a_prompt(
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "text/plain", ""])
-def test_what_a_registration_may_be_sent_as(both: tuple[IndexerClient, IndexerClient], kind: str) -> None:
+def test_both_indexers_accept_the_same_content_types(
+    both: tuple[IndexerClient, IndexerClient], kind: str
+) -> None:
     """Clients of Dynamo's indexer send JSON that says it is JSON, since it takes nothing else; nor do we."""
     body = {"instance_id": 77, "model_name": f"of {kind}", "endpoint": "tcp://127.0.0.1:1", "block_size": 4}
     statuses = [indexer.status("/register", body, {"content-type": kind}) for indexer in both]

@@ -14,9 +14,7 @@ from urllib.parse import urlsplit
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.types import BlockStored, KVEventBatch
-from kvtier.index.server import (
-    Settings,
-)
+from kvtier.index.service import Settings
 
 T = list(range(200, 260))
 PATIENCE = 60.0

@@ -33,12 +33,19 @@ def ask(url: str, body: dict[str, Any]) -> Any:
         return json.loads(reply.read())
 
 
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Wait until a server says its address. One that starts slowly says so first."""
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    return next(line for line in lines if line.startswith("serving on ")).split()[-1]
+
+
 @contextmanager
 def serving(*arguments: str) -> Iterator[str]:
     command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        yield process.stderr.readline().removeprefix("serving on ").strip()
+        yield url_of(process)
         process.terminate()
         assert process.wait(PATIENCE) == 0
 
@@ -51,7 +58,7 @@ def status_of(url: str, body: bytes | None = None, **headers: str) -> int:
         return error.code
 
 
-def test_who_may_change_what_is_followed(tmp_path: Path) -> None:
+def test_only_clients_with_the_token_change_registrations(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("a token of some length\n")
     file.chmod(0o600)
@@ -64,23 +71,39 @@ def test_who_may_change_what_is_followed(tmp_path: Path) -> None:
         assert status_of(f"{url}/workers", Host="other.svc") == 403
 
 
-def test_a_cold_server_answers_before_its_loops_are_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start servers as on a machine that has compiled nothing yet."""
     pytest.importorskip("numba", reason="without numba there is nothing to compile")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("KVTIER_INDEX", raising=False)
+
+
+@pytest.mark.usefixtures("cold")
+def test_a_cold_server_is_compiled_when_it_first_answers() -> None:
     body = b'{"instance_id": 1, "model_name": "m", "endpoint": "tcp://127.0.0.1:1", "block_size": 4}'
     with serving() as url:
         assert status_of(f"{url}/register", body, **{"Content-Type": "application/json"}) == 201
         assert ask(f"{url}/query", {"model_name": "m", "token_ids": TOKENS})["instances"] == {}
         with urlopen(f"{url}/metrics", timeout=PATIENCE) as reply:
             lines = reply.read().decode().splitlines()
-        assert [line[-1] for line in lines if line.startswith("kvtier_index_compiled{")] == ["0"]
+        assert [line[-1] for line in lines if line.startswith("kvtier_index_compiled{")] == ["1"]
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_still_compiles(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("not ready yet")
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Signals) -> None:
+def test_it_answers_who_holds_a_prompt_until_a_signal_ends_it(number: signal.Signals) -> None:
     publisher = ZmqEventPublisher(
         0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(heartbeat_interval=0.05)
     )
@@ -89,7 +112,7 @@ def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Si
     command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--follow", follow]
     with subprocess.Popen([*command, "--model-name", "m"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        url = process.stderr.readline().removeprefix("serving on ").strip()
+        url = url_of(process)
         deadline = time.monotonic() + PATIENCE
         while (
             "worker-7"
@@ -103,7 +126,7 @@ def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Si
     publisher.shutdown()
 
 
-def test_what_it_logs_has_time_level_and_name() -> None:
+def test_log_lines_have_time_level_and_name() -> None:
     """A server's warnings came bare, as Python writes them where nobody has configured logging."""
     publisher = ZmqEventPublisher(
         0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(heartbeat_interval=0.05)
@@ -113,14 +136,12 @@ def test_what_it_logs_has_time_level_and_name() -> None:
     command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--follow", follow]
     with subprocess.Popen([*command, "--block-size", "16"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("serving on ")
+        url_of(process)
         line = process.stderr.readline()
         process.terminate()
         assert process.wait(PATIENCE) == 0
     publisher.shutdown()
-    form = (
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.index\.prefix: the index knows less of .*\n"
-    )
+    form = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.index\.prefix: the index is missing .*\n"
     assert re.fullmatch(form, line), line
 
 

@@ -18,8 +18,8 @@ from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mar
 from kvtier.events.updates import Received, Reset, State, StateChanged
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch, place_of
 from kvtier.index import PrefixIndex, StorageTier
-from kvtier.index.forms import FORMS
-from kvtier.index.places import tier_of
+from kvtier.index.base import tier_of
+from kvtier.index.prefix import FORMS
 from kvtier.keys import LoRAKey, SaltKey, hash_blocks, hash_to_u64
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -134,10 +134,14 @@ def assert_same(index: PrefixIndex, model: Model, hashes: list[int]) -> None:
     assert {name for name in match.workers if name is not None} == model.workers.keys()
     for row, name in enumerate(match.workers):
         if name is not None:
-            found = int(match.any[row]), match.alone[row].tolist(), match.reach[row].tolist()
+            found = (
+                int(match.on_any_tier[row]),
+                match.on_tier[row].tolist(),
+                match.down_to_tier[row].tolist(),
+            )
             assert found == model.depths(name, hashes)
         else:
-            assert not match.any[row]
+            assert not match.on_any_tier[row]
 
 
 @pytest.mark.parametrize("counting", ["set", "count"])
@@ -147,7 +151,7 @@ def test_answers_are_those_of_the_model(counting: Any, edits: Any, query: list[i
     for form in FORMS:
         if form == "numba":
             pytest.importorskip("numba")
-        index, model = PrefixIndex(form=form, budget=MiB, counting=counting), Model(counting)
+        index, model = PrefixIndex(form=form, budget=MiB, counting=counting, keys="engine"), Model(counting)
         encoder, decoder = EventEncoder(), index.decoder()
 
         def decode(events: list[Any], encoder: Any = encoder, decoder: Any = decoder) -> Any:
@@ -172,7 +176,11 @@ def test_many_workers_and_blocks(form: str) -> None:
     """Over 64 workers, so that holder sets take two words, and enough blocks for segments to split many
     times.
     """
-    rng, index, model = random.Random(3), PrefixIndex(form=form, budget=8 * MiB), Model("set")
+    rng, index, model = (
+        random.Random(3),
+        PrefixIndex(form=form, budget=8 * MiB, keys="engine", counting="set"),
+        Model("set"),
+    )
     keys = [rng.getrandbits(64) for _ in range(6000)]
     for _ in range(150):
         worker, start = f"w{rng.randrange(100)}", rng.randrange(5900)
@@ -187,39 +195,39 @@ def test_many_workers_and_blocks(form: str) -> None:
 
 
 def test_the_walk_goes_down_the_tiers(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(stored([1, 2]), stored([3], "CPU"), stored([4], "STORAGE"), stored([5], "GPU")))
     match = index.match([1, 2, 3, 4, 5])
     assert match.workers == ("a",)
-    assert match.reach.tolist() == [[2, 3, 4]]
-    assert match.alone.tolist() == [[2, 0, 0]]
-    assert match.any.tolist() == [5]
+    assert match.down_to_tier.tolist() == [[2, 3, 4]]
+    assert match.on_tier.tolist() == [[2, 0, 0]]
+    assert match.on_any_tier.tolist() == [5]
 
 
 def test_negative_hashes_are_the_same_bits(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(stored([-1, 5])))
-    assert index.match([(1 << 64) - 1, 5]).any.tolist() == [2]
-    assert index.match([-1]).any.tolist() == [1]
+    assert index.match([(1 << 64) - 1, 5]).on_any_tier.tolist() == [2]
+    assert index.match([-1]).on_any_tier.tolist() == [1]
     with pytest.raises(InputError, match="expected integers"):
         index.match(["x"])
 
 
 def test_a_freed_number_is_used_again_and_starts_empty(form: str) -> None:
     """Clearing takes the worker out of shared holder sets; a newcomer in its place must inherit nothing."""
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     for worker in "abc":
         index.apply(worker, batch(stored([1, 2, 3]), stored([1], "CPU")))
     index.remove_worker("b")
     assert index.match([1, 2]).workers == ("a", None, "c")
     index.add_worker("d")
     match = index.match([1, 2])
-    assert (match.workers, match.any.tolist()) == (("a", "d", "c"), [2, 0, 2])
+    assert (match.workers, match.on_any_tier.tolist()) == (("a", "d", "c"), [2, 0, 2])
     index.check()
 
 
 def test_workers_come_and_go_without_end(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("stays", batch(stored(list(range(100)))))
     for turn in range(300):
         index.apply(f"w{turn}", batch(stored(list(range(turn, turn + 200)))))
@@ -231,7 +239,7 @@ def test_workers_come_and_go_without_end(form: str) -> None:
 
 
 def test_the_budget_is_never_exceeded(form: str) -> None:
-    index = PrefixIndex(form=form, budget=310 * KiB)
+    index = PrefixIndex(form=form, budget=310 * KiB, keys="engine", counting="set")
     rng = random.Random(1)
     held: set[int] = set()
     for _ in range(400):
@@ -248,7 +256,7 @@ def test_the_budget_is_never_exceeded(form: str) -> None:
     assert {key for _, key, _ in index.entries()} <= held
     index.clear("a")
     index.apply("b", batch(stored([1, 2, 3])))
-    assert index.match([1, 2, 3]).any.tolist() == [0, 3]
+    assert index.match([1, 2, 3]).on_any_tier.tolist() == [0, 3]
     assert index.worker_stats("a").dropped == 0
     assert index.incomplete() == {}
     index.check()
@@ -256,7 +264,11 @@ def test_the_budget_is_never_exceeded(form: str) -> None:
 
 def test_a_full_index_never_claims_what_was_removed(form: str) -> None:
     """With ever new combinations of holders the budget goes to holder sets, and those too may run out."""
-    rng, index, model = random.Random(2), PrefixIndex(form=form, budget=268 * KiB), Model("set")
+    rng, index, model = (
+        random.Random(2),
+        PrefixIndex(form=form, budget=268 * KiB, keys="engine", counting="set"),
+        Model("set"),
+    )
     keys = [rng.getrandbits(64) for _ in range(3000)]
     for _ in range(600):
         worker, some = f"w{rng.randrange(60)}", rng.sample(keys, 40)
@@ -275,7 +287,7 @@ def test_a_full_index_never_claims_what_was_removed(form: str) -> None:
 
 def test_removed_blocks_leave_no_trace(form: str) -> None:
     """A cache that turns over for ever must not grow: the room of removed blocks is used again."""
-    index, rng = PrefixIndex(form=form, budget=4 * MiB), random.Random(5)
+    index, rng = PrefixIndex(form=form, budget=4 * MiB, keys="engine", counting="set"), random.Random(5)
     window: list[int] = []
     sizes = []
     for turn in range(300):
@@ -290,18 +302,18 @@ def test_removed_blocks_leave_no_trace(form: str) -> None:
 
 
 def test_groups_without_full_attention_are_left_out(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
     index.apply(
         "a", batch(stored([1, 2], **window), stored([1], group_idx=0, kv_cache_spec_kind="full_attention"))
     )
     index.apply("a", batch(removed([1], group_idx=1), stored([7], group_idx=2)))
-    assert index.match([1, 2]).any.tolist() == [1]
+    assert index.match([1, 2]).on_any_tier.tolist() == [1]
     assert index.stats().ignored == 3
 
 
-def test_places_beyond_the_last_area_are_refused_and_told(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+def test_places_beyond_the_last_area_are_refused_and_reported(form: str) -> None:
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.apply("a", batch(*(stored([n], "OBJ", ownership=f"tier{n}") for n in range(100))))
     assert index.stats().blocks == 13
     assert index.stats().refused == 87
@@ -310,7 +322,7 @@ def test_places_beyond_the_last_area_are_refused_and_told(form: str) -> None:
 
 
 def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB, block_size=4, seed="s")
+    index = PrefixIndex(form=form, budget=MiB, block_size=4, seed="s", keys="engine", counting="set")
     tokens = list(range(14))
     plain = [hash_to_u64(block) for block in hash_blocks(tokens, 4, seed="s")]
     special = [
@@ -319,19 +331,19 @@ def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
     ]
     index.apply("a", batch(stored(plain)))
     index.apply("b", batch(stored(special[:2])))
-    assert index.match_tokens(tokens).any.tolist() == [3, 0]
-    assert index.match_tokens(np.array(tokens), lora="x", salt="y").any.tolist() == [0, 2]
+    assert index.match_tokens(tokens).on_any_tier.tolist() == [3, 0]
+    assert index.match_tokens(np.array(tokens), lora="x", salt="y").on_any_tier.tolist() == [0, 2]
     with pytest.raises(InputError, match="tokens"):
         index.match_tokens([-1, 2, 3, 4])
 
 
 def test_a_subscribers_updates_are_followed(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
+    index = PrefixIndex(form=form, budget=MiB, keys="engine", counting="set")
     index.follow(Received("a", 0, batch(stored([1, 2]))))
     index.follow(StateChanged("a", State.EXACT))
-    assert index.match([1, 2]).any.tolist() == [2]
+    assert index.match([1, 2]).on_any_tier.tolist() == [2]
     index.follow(Reset("a"))
-    assert index.match([1, 2]).any.tolist() == [0]
+    assert index.match([1, 2]).on_any_tier.tolist() == [0]
     assert index.workers == ("a",)
 
 
@@ -348,13 +360,13 @@ def test_wrong_settings_say_what_was_expected(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_too_many_workers_are_refused(form: str) -> None:
-    index = PrefixIndex(form=form, budget=64 * MiB)
+    index = PrefixIndex(form=form, budget=64 * MiB, keys="engine", counting="set")
     for number in range(4096):
         index.add_worker(f"w{number}")
     with pytest.raises(InputError, match="no room for more than 4096"):
         index.add_worker("one more")
     index.apply("w4095", batch(stored([1, 2]), stored([3], "CPU")))
-    assert index.match([1, 2, 3]).reach[4095].tolist() == [2, 3, 3]
+    assert index.match([1, 2, 3]).down_to_tier[4095].tolist() == [2, 3, 3]
     index.check()
 
 

@@ -1,17 +1,10 @@
-"""What an index cannot take it says: other block sizes, places too many, orphans too many.
-
-And what it may not claim.
-"""
+"""Bounds of an index: blocks that it cannot take are reported, and it never claims more than it was sent."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import random
-import threading
-import time
 import tracemalloc
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -20,7 +13,7 @@ import pytest
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import PrefixIndex, StorageTier
-from kvtier.index.forms import FORMS
+from kvtier.index.prefix import FORMS
 from kvtier.log_limit import LogLimit
 
 MiB = 1 << 20
@@ -54,7 +47,7 @@ def send(index: PrefixIndex, worker: str, *events: Any) -> None:
 
 def depth(index: PrefixIndex, hashes: list[int], **more: Any) -> int:
     match = index.match(hashes) if index.keys == "engine" else index.match_tokens(tokens_of(hashes), **more)
-    return int(match.any[0])
+    return int(match.on_any_tier[0])
 
 
 FULL = {"kv_cache_spec_kind": "full_attention"}
@@ -62,7 +55,7 @@ FULL = {"kv_cache_spec_kind": "full_attention"}
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_a_block_counts_if_all_groups_of_full_attention_hold_it(form: str, keys: Any) -> None:
-    index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB, counting="set")
     blocks = [1, 2, 3, 4]
     send(index, "a", stored(blocks, group_idx=0, **FULL), stored(blocks, group_idx=1, **FULL))
     assert depth(index, blocks) == 4
@@ -73,17 +66,17 @@ def test_a_block_counts_if_all_groups_of_full_attention_hold_it(form: str, keys:
     send(index, "a", stored(blocks, medium="CPU", group_idx=0))
     assert index.match(
         index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
-    ).reach.tolist() == [[1, 1, 1]]
+    ).down_to_tier.tolist() == [[1, 1, 1]]
     # Known by now, though the event does not say what it is.
     send(index, "a", stored(blocks, medium="CPU", group_idx=1))
     assert index.match(
         index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
-    ).reach.tolist() == [[1, 4, 4]]
+    ).down_to_tier.tolist() == [[1, 4, 4]]
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_groups_with_a_window_are_left_out_also_where_events_do_not_say_so(form: str, keys: Any) -> None:
-    index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB)
+def test_groups_with_a_window_stay_left_out_in_events_without_their_kind(form: str, keys: Any) -> None:
+    index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB, counting="set")
     window = {"kv_cache_spec_kind": "sliding_window"}
     send(index, "a", stored([1, 2], group_idx=0))  # counts, until it is known what the group is
     send(index, "a", stored([1], group_idx=0, **window), stored([1], group_idx=6, **FULL))
@@ -95,8 +88,8 @@ def test_groups_with_a_window_are_left_out_also_where_events_do_not_say_so(form:
     assert depth(index, [1, 2]) == 2
 
 
-def test_a_group_of_unknown_kind_is_left_out_and_told_until_it_is_known(form: str) -> None:
-    index = PrefixIndex(form=form, budget=4 * MiB, block_size=4)
+def test_a_group_of_unknown_kind_is_left_out_and_reported_until_it_is_known(form: str) -> None:
+    index = PrefixIndex(form=form, budget=4 * MiB, block_size=4, keys="engine", counting="set")
     send(index, "a", stored([1]), stored([1], group_idx=1), stored([1], group_idx=2))
     assert "blocks of group 1 were left out" in index.incomplete()["a"]
     send(index, "a", stored([1], group_idx=1, kv_cache_spec_kind="mamba"))
@@ -109,13 +102,13 @@ OTHER_KEYS: list[Any] = [[("cat.png", 0)], ["cat.png"], [b"a digest of embedding
 
 @pytest.mark.parametrize("extra", OTHER_KEYS)
 def test_a_block_with_an_image_is_not_the_block_without(form: str, extra: list[Any]) -> None:
-    index = PrefixIndex(form=form, keys="xxh3", block_size=4, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys="xxh3", block_size=4, budget=4 * MiB, counting="set")
     send(index, "a", stored([1, 2, 3], extra_keys=[None, tuple(extra), None]))
     assert depth(index, [1, 2, 3]) == 1
 
 
 def test_an_adapter_without_a_name_is_not_the_model_without_it(form: str) -> None:
-    index = PrefixIndex(form=form, keys="xxh3", block_size=4, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys="xxh3", block_size=4, budget=4 * MiB, counting="set")
     send(index, "a", stored([1, 2], lora_id=3), stored([3], lora_id=0))
     assert depth(index, [1, 2]) == 0
     assert depth(index, [1, 2], lora="lora_id=3") == 2
@@ -123,7 +116,7 @@ def test_an_adapter_without_a_name_is_not_the_model_without_it(form: str) -> Non
 
 
 def test_extra_keys_of_another_number_of_blocks_are_refused(form: str) -> None:
-    index = PrefixIndex(form=form, keys="xxh3", block_size=4, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys="xxh3", block_size=4, budget=4 * MiB, counting="set")
     send(index, "a", stored([1, 2], extra_keys=[("cat.png", 0)]))
     assert depth(index, [1, 2]) == 0
     assert "2 blocks came with tokens or extra keys" in index.incomplete()["a"]
@@ -131,9 +124,9 @@ def test_extra_keys_of_another_number_of_blocks_are_refused(form: str) -> None:
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_the_block_size_is_learnt_from_the_first_store(form: str, keys: Any) -> None:
-    index = PrefixIndex(form=form, keys=keys, block_size=None, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys=keys, block_size=None, budget=4 * MiB, counting="set")
     assert index.block_size is None
-    assert index.match_tokens(list(range(64))).any.tolist() == []
+    assert index.match_tokens(list(range(64))).on_any_tier.tolist() == []
     # what says nothing of it, or is of a group that does not count, teaches nothing
     send(index, "a", BlockStored([9], None, [], 0, None, "CPU", None), BlockRemoved([9], "CPU"))
     send(index, "a", stored([8], size=7, group_idx=3, kv_cache_spec_kind="mamba"))
@@ -142,14 +135,14 @@ def test_the_block_size_is_learnt_from_the_first_store(form: str, keys: Any) -> 
     assert index.block_size == 8
     assert index.incomplete() == {}
     if keys == "xxh3":
-        assert index.match_tokens(tokens_of([1, 2], 8)).any.tolist() == [2]
+        assert index.match_tokens(tokens_of([1, 2], 8)).on_any_tier.tolist() == [2]
 
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_another_block_size_is_refused_loudly(
     form: str, keys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    index = PrefixIndex(form=form, keys=keys, block_size=16, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys=keys, block_size=16, budget=4 * MiB, counting="set")
     with caplog.at_level(logging.WARNING, "kvtier.index"):
         for n in range(5):
             send(index, "a", stored([n + 1], size=32))
@@ -172,15 +165,15 @@ def test_another_block_size_is_refused_loudly(
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_places_too_many_are_told(form: str, keys: Any) -> None:
-    index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB)
+def test_too_many_places_are_reported(form: str, keys: Any) -> None:
+    index = PrefixIndex(form=form, keys=keys, block_size=4, budget=4 * MiB, counting="set")
     send(index, "a", *(stored([1], medium="OBJ", ownership=f"tier{n}") for n in range(20)))
     assert "7 blocks are in places beyond the 16" in index.incomplete()["a"]
     assert index.stats().refused == 7
 
 
-def test_orphans_take_of_the_budget_and_are_told_when_they_are_dropped(form: str, caplog: Any) -> None:
-    index = PrefixIndex(form=form, keys="xxh3", block_size=16, budget=8 * MiB)
+def test_orphans_are_within_the_budget_and_dropped_ones_are_reported(form: str, caplog: Any) -> None:
+    index = PrefixIndex(form=form, keys="xxh3", block_size=16, budget=8 * MiB, counting="set")
     with caplog.at_level(logging.WARNING, "kvtier.index"):
         for n in range(400):
             events = [stored([10 + 5 * n + i], 3 + 10_000 * n + i, size=16) for i in range(5)]
@@ -200,7 +193,7 @@ def test_orphans_take_of_the_budget_and_are_told_when_they_are_dropped(form: str
 @pytest.mark.parametrize(("size", "areas"), [(16, 1), (128, 1), (16, 14)])
 def test_an_orphan_weighs_no_more_than_is_counted(size: int, areas: int) -> None:
     """Blocks that wait, as the garbage collector sees them: in all sizes of the dicts that they are in."""
-    index = PrefixIndex(form="python", keys="xxh3", block_size=size, budget=256 * MiB)
+    index = PrefixIndex(form="python", keys="xxh3", block_size=size, budget=256 * MiB, counting="set")
     owners: list[Any] = [{"ownership": f"tier{n}" if n else None, "medium": "STORAGE"} for n in range(areas)]
     index.apply("a", DecodedBatch(1.0, [stored([1], size=size, **owner) for owner in owners], 0))
     tracemalloc.start()
@@ -232,13 +225,13 @@ def test_salted_names_and_duplicates_take_of_the_budget(form: str) -> None:
     index.check()
 
 
-# -- told in parts, and in two forms ---------------------------------------------------------------
+# -- dumps and names ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_a_dump_is_told_in_parts_between_which_the_index_may_change(form: str, keys: Any) -> None:
+def test_the_index_may_change_between_two_parts_of_a_dump(form: str, keys: Any) -> None:
     """What stays comes once, however the table grows and shrinks meanwhile."""
-    index = PrefixIndex(form=form, keys=keys, block_size=1, budget=64 * MiB)
+    index = PrefixIndex(form=form, keys=keys, block_size=1, budget=64 * MiB, counting="set")
     rng = np.random.default_rng(1)
     stays, goes, comes = rng.integers(1, 1 << 63, (3, 20_000)).tolist()
 
@@ -262,106 +255,13 @@ def test_a_dump_is_told_in_parts_between_which_the_index_may_change(form: str, k
     assert set(stays) <= hashes <= {*stays, *goes, *comes}
 
 
-def test_an_index_that_goes_over_answers_and_learns_meanwhile() -> None:
-    """Two threads: one applies and asks, the other moves; nothing is lost, and an ask never waits for more
-    than a slice.
-    """
-    pytest.importorskip("numba")
-    index = PrefixIndex(form="auto", keys="xxh3", block_size=4, budget=64 * MiB, counting="count")
-    decode, encoder, parent = index.decoder(), EventEncoder(), None
-    blocks: list[int] = []
-    moved = threading.Event()
-
-    def watch() -> None:
-        while index.form != "numba" and not moved.wait(0.01):
-            pass
-        moved.set()
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    until = time.monotonic() + 60
-    try:
-        while not blocks or not moved.is_set() or len(blocks) % 1000:
-            if len(blocks) == 400_000:  # compiling takes long: nothing more is learnt, and it is asked
-                assert depth(index, blocks) == len(blocks)
-                assert time.monotonic() < until
-                continue
-            hashes = list(range(len(blocks) + 1, len(blocks) + 41))
-            event = stored(hashes, parent)
-            index.apply("a", decode(frame_batch(1.0, [encoder.event(event)], 0)))
-            blocks, parent = blocks + hashes, hashes[-1]
-            if len(blocks) % 2000 == 0:
-                assert depth(index, blocks) == len(blocks)
-    finally:
-        moved.set()
-        watcher.join()
-    assert index.form == "numba"
-    index.check()
-    assert depth(index, blocks) == len(blocks)
-    assert len({entry for part in index.dump() for entry in part}) == len(blocks)
-    index.apply("a", decode(frame_batch(1.0, [encoder.event(BlockRemoved(blocks[100:], "GPU"))], 0)))
-    assert depth(index, blocks) == 100
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("keys", KEYS)
-def test_whatever_changes_between_two_slices_is_in_the_compiled_form_too(keys: Any, seed: int) -> None:
-    """Stores, removals, clears and workers that go, of blocks that are copied already and of others."""
-    pytest.importorskip("numba")
-    rng = random.Random(seed)
-    counting = "count" if seed % 2 else "set"
-    index = PrefixIndex(form="python", keys=keys, block_size=1, budget=16 * MiB, counting=counting)
-    held: dict[str, Counter[tuple[int, StorageTier]]] = {f"w{n}": Counter() for n in range(3)}
-
-    def change() -> None:
-        worker, what = rng.choice(list(held)), rng.random()
-        blocks, tier = held[worker], rng.choice(list(StorageTier))
-        if what < 0.6:
-            numbers = rng.sample(range(1, 4000), 150)
-            salts = [("salt",) if number % 7 == 0 else None for number in numbers]
-            pairs = zip(numbers, salts, strict=True)
-            send(index, worker, *(stored([n], size=1, medium=tier.name, extra_keys=[s]) for n, s in pairs))
-            blocks.update({(n, tier): 1 if counting == "count" else 1 - blocks[n, tier] for n in numbers})
-        elif what < 0.8:
-            gone = rng.sample(list(blocks), min(100, len(blocks)))
-            send(index, worker, *(BlockRemoved([number], on.name) for number, on in gone))
-            held[worker] = blocks - Counter(gone)
-        else:
-            send(index, worker, AllBlocksCleared())
-            if what > 0.9:
-                index.remove_worker(worker)
-            blocks.clear()
-
-    for _ in range(60):
-        change()
-    for _ in index.switch_to_compiled():
-        change()
-        change()
-    assert index.form == "numba"
-    index.check()
-    told = [entry for part in index.dump() for entry in part]
-    assert sorted(told) == sorted((name, *block) for name, blocks in held.items() for block in blocks)
-    assert index.incomplete() == {}
-
-
-def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
-    pytest.importorskip("numba")
-    index = PrefixIndex(form="python", budget=300 << 10, block_size=4)
-    for n in range(40):  # ever new sets of holders, which take more in arrays
-        send(index, f"w{n}", stored([1, 2, 3 + n]), stored([1, 100 + n], medium="CPU"))
-    before = {entry for part in index.dump() for entry in part}
-    for _ in index.switch_to_compiled():
-        send(index, "w0", stored([999]))
-    assert index.incomplete() == {}
-    assert {entry for part in index.dump() for entry in part} == before | {("w0", 999, StorageTier.GPU)}
-    index.check()
-
-
 def test_a_full_book_of_names_keeps_those_of_the_batch_under_way() -> None:
     """The book makes room by forgetting what the table does not hold: by then it must hold the batch's first
     stores.
     """
-    index = PrefixIndex(form="python", keys="xxh3", block_size=1, budget=1_200_000)  # 3,281 names
+    index = PrefixIndex(
+        form="python", keys="xxh3", block_size=1, budget=1_200_000, counting="set"
+    )  # 3,281 names
     gone, kept, first, second = range(1, 1601), range(2001, 3601), range(4001, 4061), range(5001, 5061)
     send(index, "a", stored(list(gone), size=1))
     send(index, "a", BlockRemoved(list(gone), "GPU"))  # their names stay for a while
@@ -375,8 +275,8 @@ def test_a_full_book_of_names_keeps_those_of_the_batch_under_way() -> None:
     assert depth(index, list(first)[:1]) == 0
 
 
-def test_a_dump_tells_salted_blocks_in_parts_too(form: str) -> None:
-    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=16 * MiB)
+def test_a_dump_has_salted_blocks_in_parts_too(form: str) -> None:
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=16 * MiB, counting="set")
     blocks = list(range(1, 3001))
     send(index, "a", stored(blocks, size=1, extra_keys=[("salt",)] + [None] * (len(blocks) - 1)))
     parts = list(index.dump())
@@ -389,7 +289,7 @@ def test_a_block_has_one_name_as_long_as_it_is_held(form: str, medium: str) -> N
     """Under a second one, no removal would find the first: what was said twice is refused, and
     that is said.
     """
-    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB, counting="set")
     other = BlockStored([7], None, [8], 1, None, medium, None)
     send(index, "a", stored([7], size=1))
     send(index, "a", other)
@@ -402,7 +302,7 @@ def test_a_block_has_one_name_as_long_as_it_is_held(form: str, medium: str) -> N
 
 
 def test_two_blocks_of_one_hash_are_refused(form: str) -> None:
-    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB)
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB, counting="set")
     send(index, "a", stored([5], size=1), BlockStored([7, 7], 5, [7, 8], 1, None, "GPU", None))
     assert depth(index, [5, 7]) == 1
     assert "not those that they had before" in index.incomplete()["a"]
@@ -410,8 +310,8 @@ def test_two_blocks_of_one_hash_are_refused(form: str) -> None:
     assert index.stats().blocks == 0
 
 
-def test_what_is_lost_after_a_clear_is_logged_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
-    index = PrefixIndex(form=form, block_size=4, budget=270 << 10)
+def test_losses_after_a_clear_are_logged_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    index = PrefixIndex(form=form, block_size=4, budget=270 << 10, keys="engine", counting="set")
     with caplog.at_level(logging.WARNING, "kvtier.index"):
         for turn in range(2):
             for n in range(200):
@@ -426,7 +326,7 @@ def test_what_is_lost_after_a_clear_is_logged_again(form: str, caplog: pytest.Lo
 def test_a_worker_that_clears_and_loses_again_and_again_is_one_line(
     form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    index = PrefixIndex(form=form, block_size=4)
+    index = PrefixIndex(form=form, block_size=4, keys="engine", counting="set")
     with caplog.at_level(logging.WARNING, "kvtier.index"):
         for _ in range(20):
             send(index, "a", stored([1], size=8))

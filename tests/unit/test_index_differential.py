@@ -5,15 +5,13 @@ A history has several workers (ranks of an instance among them), each with group
 order, so that parents come late or never; stores without tokens; duplicates; removals of what is held and of
 what is not; media and owners; adapters by name and by number, salts, images and embeddings; clears in the
 stream, resets and removals of workers; sometimes a wrong block size, and a budget that is soon spent. It is
-applied as objects, as decoded bytes and several batches at once; an index of form `auto` goes over to the
-compiled form in the middle. `KVTIER_HISTORIES` sets how many there are.
+applied as objects, as decoded bytes and several batches at once. `KVTIER_HISTORIES` sets how many there are.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from itertools import takewhile
 from random import Random
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ import pytest
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of
 from kvtier.index import PrefixIndex, StorageTier
-from kvtier.index.places import FULL_ATTENTION, tier_of
+from kvtier.index.base import FULL_ATTENTION, tier_of
 
 HISTORIES = int(os.environ.get("KVTIER_HISTORIES", "600"))
 SIZE = 4
@@ -191,34 +189,25 @@ class History:
         self.rng = rng = Random(seed)
         self.blocks = forest(rng)
         self.engines = [Engine(f"{n % 2}:{n // 2}", n * 7919, rng.choice(KINDS)) for n in range(4)]
-        self.is_small, counting = rng.random() < 0.15, rng.choice(["set", "count"])
+        is_small, counting = rng.random() < 0.15, rng.choice(["set", "count"])
         self.index = PrefixIndex(
             keys=rng.choice(["engine", "xxh3"]),
             block_size=rng.choice([None, SIZE]),
-            budget=(760 << 10 if form != "python" else 6 << 10) if self.is_small else 4 << 20,
-            form="python" if form == "moving" else form,
+            budget=(760 << 10 if form != "python" else 6 << 10) if is_small else 4 << 20,
+            form=form,
             counting=counting,  # type: ignore[arg-type]
         )
         if rng.random() < 0.5:  # room for three blocks that wait
-            self.index._allowance.limit = min(self.index._allowance.limit, 5 << 10)
+            self.index._shared_budget.limit = min(self.index._shared_budget.limit, 5 << 10)
         self.model = Model(counting)
         self.decode, self.encoder = self.index.decoder(), EventEncoder(rng.choice(["map", "array"]))
-        self.moves: Iterator[None] | None = None
-        self.moves_at = rng.randrange(30) if form == "moving" else None
         self.refused = 0
 
     def run(self) -> None:
-        for step in range(40):
-            if step == self.moves_at:
-                self.moves = self.index.switch_to_compiled()
-            if self.moves is not None:
-                next(self.moves, None)
+        for _ in range(40):
             self._change()
             if self.rng.random() < 0.3:
                 self.compare()
-        for _ in self.moves or ():
-            self.compare()
-        assert self.moves_at is None or self.index.form == "numba" or self.is_small
         self.compare()
 
     def _change(self) -> None:
@@ -323,7 +312,7 @@ class History:
 
     def _compare_one(self, engine: Engine, match: Any, hashes: list[int | None], whole: set[str]) -> None:
         row = match.workers.index(engine.name)
-        told = [int(match.any[row]), *match.alone[row].tolist(), *match.reach[row].tolist()]
+        told = [int(match.on_any_tier[row]), *match.on_tier[row].tolist(), *match.down_to_tier[row].tolist()]
         true = self.model.columns(engine.name, hashes)
         assert all(mine <= theirs for mine, theirs in zip(told, true, strict=True)), (told, true)
         if engine.name in whole and self.index.block_size is not None:
@@ -331,7 +320,7 @@ class History:
 
 
 @pytest.mark.parametrize("part", range(6))
-@pytest.mark.parametrize("form", ["python", "numba", "moving"])
+@pytest.mark.parametrize("form", ["python", "numba"])
 def test_the_index_never_claims_more_than_a_naive_model(form: str, part: int) -> None:
     if form != "python":
         pytest.importorskip("numba")

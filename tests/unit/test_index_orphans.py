@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import IntegrityError
-from kvtier.index.forms import Allowance
-from kvtier.index.orphans import Orphans
+from kvtier.index.base import MemoryBudget
+from kvtier.index.translate import Orphans
 
 GPU, CPU = 0, 1
 
 
 def orphans_in(limit: int = 1 << 30, counts: bool = False) -> Orphans[str]:
-    return Orphans(Allowance(limit), counts)
+    return Orphans(MemoryBudget(limit), counts)
 
 
 def park(
@@ -44,7 +44,7 @@ def test_a_block_comes_out_with_its_own_name_too() -> None:
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_what_was_told_of_a_block_is_kept_with_all_places_it_is_in(counts: bool) -> None:
+def test_a_waiting_block_keeps_its_description_and_all_its_areas(counts: bool) -> None:
     orphans = orphans_in(counts=counts)
     park(orphans, 5, None, "without tokens", CPU)
     park(orphans, 5, 1, "with tokens")
@@ -76,7 +76,7 @@ def test_the_one_that_waited_longest_makes_room() -> None:
     assert [item for item, _ in orphans.release(0) + orphans.release(1)] == ["8", "7", "9"]
 
 
-def test_check_finds_what_is_broken() -> None:
+def test_check_finds_contradictions() -> None:
     orphans = orphans_in()
     park(orphans, 5, 1, "a")
     orphans._children.clear()
@@ -85,23 +85,23 @@ def test_check_finds_what_is_broken() -> None:
 
 
 def test_bytes_are_bounded_and_given_back() -> None:
-    """Two workers share an allowance; who finds no room drops its own, never another's."""
-    allowance = Allowance(100)
-    first, second = (Orphans[str](allowance) for _ in range(2))
+    """Two workers share a budget; who finds no room drops its own, never another's."""
+    budget = MemoryBudget(100)
+    first, second = (Orphans[str](budget) for _ in range(2))
     for i in range(3):
         park(first, 10 + i, 0, str(i), size=30)
     park(second, 1, 0, "x", size=30)
     assert (len(first), len(second), second.dropped) == (3, 0, 1)
     park(first, 13, 0, "3", size=60)
-    assert ([item for item, _ in first.release(0)], first.dropped, allowance.used) == (["2", "3"], 2, 0)
+    assert ([item for item, _ in first.release(0)], first.dropped, budget.used) == (["2", "3"], 2, 0)
     park(second, 1, 0, "x", size=30)
     park(second, 2, 0, "y", size=200)
     assert (len(second), second.dropped) == (0, 3)
     park(second, 3, None, "without tokens", size=90)
     park(second, 3, 0, "with tokens, for which there is no room", size=110)
-    assert (len(second), second.dropped, allowance.used) == (0, 4, 0)
+    assert (len(second), second.dropped, budget.used) == (0, 4, 0)
     second.clear()
-    assert (second.dropped, allowance.used) == (0, 0)
+    assert (second.dropped, budget.used) == (0, 0)
 
 
 def test_many_that_wait_for_one_parent_are_taken_back_one_by_one() -> None:

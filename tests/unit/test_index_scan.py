@@ -26,12 +26,10 @@ from kvtier.events.wire import (
     place_of,
     to_u64,
 )
-from kvtier.index.base import Op
-from kvtier.index.compiled.changes import apply
-from kvtier.index.compiled.jit import COMPILED_IN, stamp_of
-from kvtier.index.compiled.msgpack import integer, skip_integers
-from kvtier.index.compiled.scan import ScannedBatch, Scanner
-from kvtier.index.places import PLACES
+from kvtier.index.base import PLACES, Op
+from kvtier.index.compiled import COMPILED_IN, stamp_of
+from kvtier.index.compiled.blocks import apply
+from kvtier.index.compiled.scan import ScannedBatch, Scanner, integer, skip_integers
 
 SCANNERS = {tokens: Scanner(tokens) for tokens in (False, True)}
 ENCODERS = [
@@ -143,7 +141,7 @@ def test_short_payloads_are_no_batches(cut: str) -> None:
     assert read_by(SCANNERS[False], payload) is None
 
 
-def test_what_publishers_send_is_scanned_not_decoded() -> None:
+def test_batches_of_publishers_are_scanned_not_decoded() -> None:
     """vLLM's usual events must take the fast way, or the index is slow without anybody noticing."""
     scanner = Scanner()
     usual = BlockStored(
@@ -212,7 +210,7 @@ def stores(number: int, tokens: int = 4) -> list[bytes]:
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_neighbours_are_joined_and_say_the_same(tokens: bool) -> None:
+def test_joined_neighbours_have_the_same_events(tokens: bool) -> None:
     """Enough batches for several rooms: those of one room become one, in order, and nobody's arrays are
     written again.
     """
@@ -238,7 +236,7 @@ def test_a_batch_that_was_left_out_is_not_joined_in() -> None:
     assert [part.hashes[::2].tolist() for part in joined] == [[1], [3, 4]]
 
 
-def test_what_cannot_be_scanned_leaves_no_trace_in_the_room() -> None:
+def test_an_unscannable_batch_leaves_no_trace_in_the_buffers() -> None:
     scanner = Scanner()
     good, half = stores(2)
     first = scanner(good)

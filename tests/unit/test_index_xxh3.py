@@ -17,7 +17,7 @@ from kvtier.errors import InputError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import EventEncoder, frame_batch
 from kvtier.index import PrefixIndex
-from kvtier.index.forms import FORMS
+from kvtier.index.prefix import FORMS
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of, token_array
 
 MiB = 1 << 20
@@ -109,7 +109,8 @@ class Feed:
     """An index, and a way to send it events over the wire."""
 
     def __init__(self, form: str, **options: Any) -> None:
-        self.index = PrefixIndex(form=form, keys="xxh3", block_size=4, **({"budget": 4 * MiB} | options))
+        options = {"budget": 4 * MiB, "counting": "set"} | options
+        self.index = PrefixIndex(form=form, keys="xxh3", block_size=4, **options)
         self._encoder, self._decode = EventEncoder(), self.index.decoder()
 
     def send(self, worker: str, *events: Any) -> None:
@@ -120,7 +121,7 @@ class Feed:
 
     def reach(self, tokens: list[int], **more: Any) -> dict[str | None, list[int]]:
         match = self.index.match_tokens(tokens, **more)
-        return dict(zip(match.workers, match.reach.tolist(), strict=True))
+        return dict(zip(match.workers, match.down_to_tier.tolist(), strict=True))
 
 
 T = list(range(100, 140))
@@ -173,7 +174,7 @@ def test_stores_without_tokens_take_the_blocks_name(form: str) -> None:
 
 
 @pytest.mark.parametrize("counting", ["set", "count"])
-def test_what_was_told_of_a_block_that_waits_is_not_forgotten(form: str, counting: str) -> None:
+def test_a_waiting_block_is_not_forgotten(form: str, counting: str) -> None:
     """A store without tokens once replaced what waited, and a removal elsewhere took the tokens with it."""
     bare, parent = stored([2], None, [], "CPU", block_size=0), stored([1], None, T[:4])
     waiting = stored([2], 1, T[4:8])
@@ -191,7 +192,7 @@ def test_what_was_told_of_a_block_that_waits_is_not_forgotten(form: str, countin
 
 
 @pytest.mark.parametrize("counting", ["set", "count"])
-def test_a_chain_told_in_any_order_is_known_as_far_as_it_was_told(form: str, counting: str) -> None:
+def test_a_chain_that_arrives_in_any_order_is_known_as_far_as_it_came(form: str, counting: str) -> None:
     """Three blocks on two tiers, with and without tokens: once one is told with tokens, it is known wherever
     it is held, and it stays so as long as it is held anywhere.
     """
@@ -295,7 +296,7 @@ def test_copies_are_counted(form: str) -> None:
     assert feed.reach(T[:4]) == {"a": [0, 0, 0]}
 
 
-def test_names_of_what_is_gone_are_forgotten(form: str) -> None:
+def test_names_of_removed_blocks_are_forgotten(form: str) -> None:
     """Blocks come and go for ever; the names must not pile up, and those of held blocks must stay."""
     feed = Feed(form, budget=3 * MiB)
     feed.send("a", stored([1, 2], None, T[:8]))

@@ -531,7 +531,7 @@ BREAKAGES: dict[str, Callable[[CPUOffloadingManager], object]] = {
 
 
 @pytest.mark.parametrize("what", BREAKAGES)
-def test_check_finds_what_is_broken(what: str) -> None:
+def test_check_finds_contradictions(what: str) -> None:
     manager = CPUOffloadingManager(4)
     store(manager, 1, 2)
     assert manager.prepare_store(keys(3), A) is not None

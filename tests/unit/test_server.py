@@ -13,6 +13,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
 from typing import Any, Self
 
 import msgspec
@@ -20,18 +22,14 @@ import pytest
 import zmq
 from tests.unit.server_kit import SMALL, Client, T, publish, publishing, registered, stored, until
 
+from kvtier.cli.index import serve_command
+from kvtier.config import parse_size
 from kvtier.errors import OutsideError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
-from kvtier.index.forms import FORMS
-from kvtier.index.prefix import PrefixIndex
-from kvtier.index.server import (
-    GroupKey,
-    IndexServer,
-    Registration,
-    Settings,
-)
-from kvtier.index.service import Service
+from kvtier.index.prefix import FORMS, PrefixIndex
+from kvtier.index.server import IndexServer
+from kvtier.index.service import GroupKey, Registration, Service, Settings
 from kvtier.index.xxh3 import chain_keys, local_hashes, token_array
 from kvtier.keys import hash_blocks, hash_to_u64
 
@@ -275,7 +273,7 @@ def test_the_block_size_is_learnt_from_the_first_store(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_wrong_block_size_is_said(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_block_size_is_reported(form: str, caplog: pytest.LogCaptureFixture) -> None:
     if form == "numba":
         pytest.importorskip("numba")
     with IndexServer(settings=Settings(budget=4 << 20, form=form)) as server, publishing() as publisher:
@@ -311,7 +309,7 @@ def test_a_block_size_that_comes_later_counts_until_one_is_learnt(client: Client
         until(lambda: client.query(T)["scores"] == {"1": {"0": 4}})
 
 
-def test_blocks_dropped_before_their_parents_came_are_said() -> None:
+def test_blocks_dropped_before_their_parents_came_are_reported() -> None:
     with IndexServer(settings=SMALL) as server, publishing() as publisher:
         client = Client(server.url)
         client("POST", "/register", registered(publisher))
@@ -329,7 +327,7 @@ def test_blocks_dropped_before_their_parents_came_are_said() -> None:
         )
 
 
-def test_ranks_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_beyond_the_bound_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(budget=4 << 20, form="python", max_ranks=2)
     with IndexServer(settings=settings) as server, StockPublisher() as publisher:
         client = Client(server.url)
@@ -406,7 +404,7 @@ class StockPublisher:
         self._context.term()
 
 
-def test_two_registrations_whose_batches_say_the_same_rank(client: Client) -> None:
+def test_two_registrations_whose_batches_name_the_same_rank(client: Client) -> None:
     """Two engines behind one instance that both think they are rank 0 are two workers, and one clear clears
     one.
     """
@@ -550,7 +548,7 @@ def test_a_block_size_that_comes_later_loses_nothing() -> None:
         service.close()
 
 
-def test_places_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_places_beyond_the_bound_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     with IndexServer(settings=SMALL) as server, publishing() as publisher:
         client = Client(server.url)
         client("POST", "/register", registered(publisher))
@@ -565,20 +563,30 @@ def test_places_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> N
     assert told == ["WARNING"]
 
 
-@pytest.mark.parametrize("by", ["setting", "environment"])
-def test_a_compiled_form_that_is_asked_for_is_compiled_before_it_serves(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("by", ["setting", "environment", "default"])
+def test_a_compiled_index_is_compiled_before_it_serves(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba", reason="without numba there is nothing to compile")
     warmed: list[str] = []
     monkeypatch.setattr(PrefixIndex, "warm_up", lambda index: warmed.append(index.form))
+    monkeypatch.delenv("KVTIER_INDEX", raising=False)
     if by == "environment":
         monkeypatch.setenv("KVTIER_INDEX", "numba")
     Service(Settings(budget=4 << 20, form="numba" if by == "setting" else None)).close()
     assert warmed == ["numba"]
 
 
-def test_without_descriptors_left_a_registration_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_and_a_server_have_the_same_defaults() -> None:
+    index = {name: parameter.default for name, parameter in signature(PrefixIndex).parameters.items()}
+    server = {field.name: field.default for field in fields(Settings)}
+    command = {name: parameter.default for name, parameter in signature(serve_command).parameters.items()}
+    for name in ("keys", "budget", "form", "seed", "counting"):
+        assert index[name] == server[name], name
+    assert command["keys"] == index["keys"]
+    assert command["counting"] == index["counting"]
+    assert parse_size(command["budget"], "budget") == index["budget"]
+
+
+def test_a_registration_without_descriptors_left_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was a 500 with a traceback in the log."""
 
     def no_descriptors(*_: object) -> None:

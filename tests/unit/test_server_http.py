@@ -9,6 +9,7 @@ import random
 import select
 import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, suppress
@@ -30,14 +31,9 @@ from tests.unit.server_kit import (
 
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved
-from kvtier.index.http import HttpError, HttpRequest, HttpServer, Response
-from kvtier.index.server import (
-    Access,
-    HttpLimits,
-    IndexServer,
-    Settings,
-    read_token,
-)
+from kvtier.index.http import Access, HttpError, HttpLimits, HttpRequest, HttpServer, Response, read_token
+from kvtier.index.server import IndexServer
+from kvtier.index.service import Settings
 
 
 @pytest.fixture
@@ -70,7 +66,7 @@ def test_changes_are_json(client: Client, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
-def test_json_is_what_routers_send(client: Client, kind: str) -> None:
+def test_json_content_types_are_accepted(client: Client, kind: str) -> None:
     assert client.raw("POST", "/register", BODY, {"Content-Type": kind})[0] == 201
 
 
@@ -170,7 +166,7 @@ def test_the_tokens_file_is_its_owners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_what_a_browser_says_comes_from_another_site_is_refused(site: str) -> None:
+def test_requests_that_a_browser_marks_as_cross_site_are_refused(site: str) -> None:
     with pytest.raises(HttpError, match="Sec-Fetch-Site"):
         Access().expect_caller({"host": "localhost:8080", "sec-fetch-site": site})
     Access().expect_caller({"host": "localhost:8080", "sec-fetch-site": "same-origin"})
@@ -289,7 +285,7 @@ def test_the_number_of_registrations_is_bounded() -> None:
         (b"GET /health HTTP/1.0\r\n\r\n", 200),
     ],
 )
-def test_requests_that_are_none(client: Client, data: bytes, status: int) -> None:
+def test_invalid_requests_are_refused(client: Client, data: bytes, status: int) -> None:
     answer = client.bytes(data)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:100]
     assert b"Connection: close" in answer
@@ -339,7 +335,7 @@ def test_connections_are_bounded_and_slow_ones_end() -> None:
 
 
 def is_ended(sock: socket.socket) -> bool:
-    """Say whether the server has ended a connection, without a word. Wait for it."""
+    """Return whether the server has ended a connection, without a word. Wait for it."""
     try:
         return sock.recv(100) == b""
     except ConnectionResetError:  # what it had sent was not read
@@ -347,7 +343,7 @@ def is_ended(sock: socket.socket) -> bool:
 
 
 def is_healthy(client: Client) -> bool:
-    """Say whether a server answers. One that ends slow connections may end this one, on a busy machine."""
+    """Return whether a server answers. It may end this connection too if the machine is slow."""
     try:
         return client.raw("GET", "/health")[0] == 200
     except (OSError, http.client.HTTPException):
@@ -538,7 +534,7 @@ def test_requests_sent_all_at_once_let_others_have_a_turn() -> None:
     assert (len(answered), turn_after) == (500, [1])
 
 
-def test_who_dribbles_a_head_is_cut_off() -> None:
+def test_a_client_that_stops_in_a_head_is_cut_off() -> None:
     """One byte now and then kept a connection for as long as one that is idle between two requests."""
     limits = HttpLimits(receive_timeout=0.3, idle_timeout=600)
     with IndexServer(settings=SMALL, limits=limits) as server:
@@ -559,15 +555,43 @@ def test_who_dribbles_a_head_is_cut_off() -> None:
             assert is_served(kept[-1])
 
 
+def test_a_head_that_arrives_byte_by_byte_has_one_deadline() -> None:
+    """A limit on each read would let a client hold its connection for hours."""
+    limits = HttpLimits(receive_timeout=0.4, idle_timeout=600)
+    with IndexServer(settings=SMALL, limits=limits) as server, Client(server.url).connected() as sock:
+        end = time.monotonic() + PATIENCE
+        with suppress(OSError):
+            while not select.select([sock], (), (), 0.05)[0]:
+                sock.sendall(b"x")
+                assert time.monotonic() < end
+            assert is_ended(sock)
+
+
+def test_a_head_of_many_fields_is_bounded_as_a_whole(client: Client) -> None:
+    fields = b"".join(b"X-%d: %b\r\n" % (number, b"y" * 4000) for number in range(90))
+    answer = client.bytes(b"GET /health HTTP/1.1\r\n" + fields + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+def test_connections_without_a_request_count() -> None:
+    limits = HttpLimits(connections=8, receive_timeout=600)
+    with IndexServer(settings=SMALL, limits=limits) as server, ExitStack() as stack:
+        client = Client(server.url)
+        sockets = [stack.enter_context(client.connected()) for _ in range(40)]
+        until(lambda: len(select.select(sockets, (), (), 1)[0]) == 32)
+        refused = select.select(sockets, (), (), 0)[0]
+        assert {sock.recv(12) for sock in refused} == {b"HTTP/1.1 503"}
+
+
 def is_served(sock: socket.socket) -> bool:
-    """Say whether a request is answered; if not, the connection has ended."""
+    """Return whether a request is answered; if not, the connection has ended."""
     with suppress(OSError):
         sock.sendall(b"GET /health HTTP/1.1\r\n\r\n")
         return sock.recv(4096).startswith(b"HTTP/1.1 200")
     return False
 
 
-def test_who_sends_too_much_sees_why(client: Client) -> None:
+def test_a_client_that_sends_too_much_sees_why(client: Client) -> None:
     """Closing over unread bytes resets the connection, and the answer is lost on its way."""
     for _ in range(10):
         with client.connected() as sock:

@@ -27,7 +27,7 @@ class Follower:
     def __init__(self, endpoint: str, replay: str) -> None:
         # vLLM announces every copy of a block. In Python: a process that has numba loaded cannot start
         # another vLLM engine, whose scan of all modules trips over llvmlite.
-        self.index = PrefixIndex(counting="count", form="python")
+        self.index = PrefixIndex(keys="engine", form="python")
         self.updates: Subscriber[Any] = Subscriber(
             [Source(WORKER, endpoint, replay)], decode=self.index.decoder()
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,10 +19,11 @@ from kvtier.config import format_size, parse_size
 from kvtier.errors import InputError
 
 if TYPE_CHECKING:
-    from kvtier.index.server import Registration
+    from kvtier.index.service import Registration
 
-__all__ = ["BlockKeys", "Counting", "index_app", "serve_command"]
 
+_SLOW_START = 3.0
+"""Seconds after which a start that takes so long is explained; most take less than one."""
 _LEAST_BUDGET = 4 << 20
 """With less, an index has room for hardly any block, or cannot be compiled."""
 
@@ -88,7 +90,9 @@ def serve_command(
     """
     import logging
 
-    from kvtier.index.server import Access, Settings, read_token, serve
+    from kvtier.index.http import Access, read_token
+    from kvtier.index.server import serve
+    from kvtier.index.service import Settings
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(
@@ -102,14 +106,26 @@ def serve_command(
         token=None if token_file is None else read_token(token_file),
         ipc=allow_ipc,
     )
-    serve(
-        host,
-        port,
-        settings=settings,
-        access=access,
-        follow=[_registration(text, model_name, block_size) for text in follow or ()],
-        on_ready=lambda url: remark(f"serving on {url}"),
-    )
+    slow = Timer(_SLOW_START, lambda: remark("not ready yet: a first start on a machine compiles the index"))
+    slow.daemon = True
+    slow.start()
+
+    def on_ready(url: str) -> None:
+        slow.cancel()
+        slow.join()  # it may be printing
+        remark(f"serving on {url}")
+
+    try:
+        serve(
+            host,
+            port,
+            settings=settings,
+            access=access,
+            follow=[_registration(text, model_name, block_size) for text in follow or ()],
+            on_ready=on_ready,
+        )
+    finally:
+        slow.cancel()
 
 
 def _budget(text: str) -> int:
@@ -121,7 +137,7 @@ def _budget(text: str) -> int:
 
 def _registration(text: str, model: str, block_size: int | None) -> Registration:
     """Read one `--follow`."""
-    from kvtier.index.server import GroupKey, Registration
+    from kvtier.index.service import GroupKey, Registration
 
     match = re.fullmatch(r"([^=:]+)(?::(\d{1,9}))?=([^,]+)(?:,([^,]+))?", text)
     if match is None:

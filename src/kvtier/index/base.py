@@ -1,40 +1,31 @@
-"""The basic types of an index: tiers, edits, matches, and the contract that both table forms fulfil.
+"""The basic types of an index: tiers, areas, edits, matches, budgets, and the contracts of both forms.
 
-A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which area. An area is a
-place in which a worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every area
-belongs to one of three tiers and to one KV cache group. A worker holds a block *on a tier* if each group
-that it needs holds the block there. Blocks with equal holders share one *holder set*, so a block costs its
-hash and a number, and clearing a worker touches the sets, not the blocks.
+A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which area. An area is where
+a worker can hold blocks: an event names a medium, and perhaps a group, an owner and a locality, and each
+combination is an area of its own, so that a removal from one never removes a block from another. Every area
+belongs to one of three tiers and to one KV cache group; unknown media count as storage. A worker holds a
+block *on a tier* if each group that it needs holds the block there. Blocks with equal holders share one
+*holder set*, so a block costs its hash and a number, and clearing a worker touches the sets, not the blocks.
 
-One thread at a time uses a table; `kvtier.index.prefix.PrefixIndex` ensures that.
+If the keys are hashes of tokens, a book of *names* beside the table has the hashes by which each worker's
+engine calls blocks, since removals and parents are given by those. A name is remembered as long as the
+worker holds the block, and a little longer: names of removed blocks are swept when there are as many as
+others. Both are bounded; what does not fit is refused.
+
+One thread at a time uses a table and its names; `kvtier.index.prefix.PrefixIndex` ensures that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "AREAS",
-    "MAX_AREAS",
-    "MAX_WORKERS",
-    "MIN_COMPILED_BYTES",
-    "TIERS",
-    "Columns",
-    "Edits",
-    "Hashes",
-    "IndexArea",
-    "Match",
-    "Op",
-    "StorageTier",
-    "Table",
-    "TableStats",
-    "tiers_of",
-]
+from kvtier.events.types import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
+from kvtier.events.wire import Place
 
 Hashes = npt.NDArray[np.uint64]
 Edits = npt.NDArray[np.int64]
@@ -42,6 +33,8 @@ Edits = npt.NDArray[np.int64]
 Columns = npt.NDArray[np.int32]
 """The seven depths of `Match` per worker: held anywhere, on each tier alone, and the walk down the tiers."""
 
+Keys = Literal["engine", "xxh3"]
+"""What a block is known by: the engine's hash, or a hash of its tokens."""
 TIERS = 3
 AREAS = 3
 """Areas that every table has from the start: one for each tier, with the tier's number."""
@@ -52,12 +45,34 @@ MIN_COMPILED_BYTES = 256 << 10
 """The smallest budget of a compiled table."""
 
 
+SLACK = 4096
+"""A number of stale names that never matters."""
+_PART = 1024  # names per part
+
+
 class StorageTier(IntEnum):
     """The tier from which a block can be loaded, the fastest first."""
 
     GPU = 0
     CPU = 1
     STORAGE = 2
+
+
+PLACES: tuple[Place, ...] = tuple((medium, 0, "", "") for medium in (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE))
+"""The places that every index has from the start, in the order of their areas."""
+
+FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
+
+_TIERS = {
+    StorageTier.GPU: ("GPU", "DEVICE", "G1"),
+    StorageTier.CPU: ("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED", "G2"),
+}
+_TIER_OF = {medium: tier for tier, media in _TIERS.items() for medium in media}
+
+
+def tier_of(medium: str) -> StorageTier:
+    """Return the tier of a medium, in upper or lower case."""
+    return _TIER_OF.get(medium.upper(), StorageTier.STORAGE)
 
 
 class Op(IntEnum):
@@ -69,24 +84,28 @@ class Op(IntEnum):
 
 
 class IndexArea(NamedTuple):
-    """A place in which workers hold blocks: its tier, and its group's number (the first has 0)."""
+    """The tier of an area, and the number of its group (the first has 0)."""
 
     tier: StorageTier
     group: int
 
 
 class Match(NamedTuple):
-    """How many leading blocks of a prefix each worker holds. Row `i` of every array is about `workers[i]`.
+    """The number of leading blocks of a prefix that each worker holds.
 
-    `any` counts leading blocks held on any tier. `alone[:, tier]` counts those held on that tier. `reach[:,
-    tier]` is the walk down the tiers: leading blocks on the GPU, then the following ones on the CPU, then
-    those in storage; so `reach[:, 2]` is the longest walk.
+    Row `i` of every array is about `workers[i]`. If that is `None`, the worker was removed and the row is
+    zeros. Counts are blocks, not tokens.
     """
 
     workers: tuple[str | None, ...]
-    any: npt.NDArray[np.int32]
-    alone: npt.NDArray[np.int32]
-    reach: npt.NDArray[np.int32]
+    on_any_tier: npt.NDArray[np.int32]
+    """`[worker]`: leading blocks that are each on at least one tier."""
+    on_tier: npt.NDArray[np.int32]
+    """`[worker, tier]`: leading blocks that are all on that tier, whatever the other tiers hold."""
+    down_to_tier: npt.NDArray[np.int32]
+    """`[worker, tier]`: a walk down the tiers: it takes leading blocks from the GPU, then the following ones
+    from the CPU, then those from storage. So `down_to_tier[:, 2]` is the whole walk.
+    """
 
 
 class TableStats(NamedTuple):
@@ -103,7 +122,7 @@ class TableStats(NamedTuple):
 
 
 class Table(Protocol):
-    """The holders of each block.
+    """Maps each block to its holders.
 
     Workers and areas are small numbers; a worker's number may be reused once it is cleared.
     """
@@ -142,7 +161,7 @@ class Table(Protocol):
         """Return `[worker, column]`: how far along these blocks each worker comes; see `Columns`."""
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        """Say for each block whether the worker holds it in any area."""
+        """Return for each block whether the worker holds it in any area."""
 
     def holdings(self) -> int:
         """Return how many blocks all workers hold, each counted once per worker and area."""
@@ -168,6 +187,68 @@ class Table(Protocol):
         """Raise `IntegrityError` if the table contradicts itself."""
 
 
+class NamePart(NamedTuple):
+    """Some names: their workers, the engine's hashes of the blocks, and the keys."""
+
+    workers: npt.NDArray[np.uint32]
+    hashes: Hashes
+    keys: Hashes
+
+
+class Names(Protocol):
+    """Maps the hashes of each worker's engine to keys."""
+
+    def get(self, worker: int, engine_hash: int) -> int | None:
+        """Return the key that a worker's engine names by this hash."""
+
+    def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
+        """Store names; `False` if there is no room for all, until a `sweep` makes room."""
+
+    def clear(self, worker: int) -> None:
+        """Forget a worker's names."""
+
+    def tidy(self) -> None:
+        """Forget names of removed blocks, if there are many. Call it only between batches."""
+
+    def sweep(self) -> None:
+        """Forget all names of removed blocks. The table must already hold every block named before."""
+
+    def parts(self) -> Iterator[NamePart]:
+        """Yield all names in parts. The book may change meanwhile: a name that stays comes once."""
+
+    def bytes(self) -> int:
+        """Return how many bytes the names take."""
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the book contradicts itself."""
+
+
+class IndexBackend(NamedTuple):
+    """The table and the names of an index. With the engine's own keys, `names` stays empty."""
+
+    table: Table
+    names: Names
+
+
+class MemoryBudget:
+    """Counts bytes that several owners share: those of all data beside the table and the names."""
+
+    def __init__(self, limit: int) -> None:
+        """Allow `limit` bytes in total."""
+        self.limit, self.used = limit, 0
+
+    def take(self, size: int) -> bool:
+        """Take bytes; `False`, without taking any, if they are not available."""
+        if self.used + size > self.limit:
+            return False
+        self.used += size
+        return True
+
+    def give(self, size: int) -> None:
+        """Give bytes back."""
+        self.used -= size
+
+
 def tiers_of(
     holders: Iterable[tuple[int, int]], needs: Callable[[int], int], areas: Sequence[IndexArea]
 ) -> dict[int, int]:
@@ -188,3 +269,11 @@ def _usable_tiers(held: int, needed: int, areas: Sequence[IndexArea]) -> int:
     for number, (tier, group) in enumerate(areas):
         groups[tier] |= (held >> number & 1) << group
     return sum(1 << tier for tier in range(TIERS) if needed and groups[tier] & needed == needed)
+
+
+def parts_of(worker: int, hashes: Sequence[int], key_of: Callable[[int], int | None]) -> Iterator[NamePart]:
+    """Yield a worker's names in parts; `key_of` gives the key at that time, and `None` leaves a name out."""
+    for start in range(0, len(hashes), _PART):
+        keys = [(name, key_of(name)) for name in hashes[start : start + _PART]]
+        found = np.array([(name, key) for name, key in keys if key is not None], np.uint64).reshape(-1, 2)
+        yield NamePart(np.full(len(found), worker, np.uint32), found[:, 0].copy(), found[:, 1].copy())

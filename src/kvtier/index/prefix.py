@@ -4,17 +4,16 @@
     with Subscriber([Source("worker-0", "tcp://host:5557")], decode=index.decoder()) as updates:
         for update in updates:
             index.follow(update)
-    index.match(hashes)
+    index.match_tokens(tokens)
 
-Keys are the engine's own hashes, or (`keys="xxh3"`) hashes of the tokens, equal for all engines. Two table
-forms give the same answers: compiled by numba (the extra `index`), or plain Python. The environment
-variable `KVTIER_INDEX`, or the parameter `form`, picks one; otherwise numba is used if it is installed.
-`form="auto"` answers in plain Python until numba has compiled in the background, and then switches to the
-compiled form without losing anything.
+Keys are hashes of the tokens (`keys="xxh3"`), equal for all engines, or the engine's own hashes. Two table
+forms give the same answers: compiled by numba (the extra `index`), or plain Python. An index has one form
+from its start: that of the parameter `form`, else that of the environment variable `KVTIER_INDEX`, else
+numba if it is installed.
 
 The table, the names that XXH3 keys need, blocks that wait for their parent and counts of duplicates
 together never take more than the byte budget. A block that finds no room is refused and counted; so is a
-block of another size, or in a place beyond the limit. Its worker is then `incomplete()` until it is next
+block of another size, or in an area beyond the limit. Its worker is then `incomplete()` until it is next
 cleared. An index may know too little, never too much.
 
 Any thread may call anything here; calls exclude each other, and a batch is applied as a whole.
@@ -23,8 +22,11 @@ Any thread may call anything here; calls exclude each other, and a batch is appl
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
 from threading import RLock
 from typing import Any, Literal, NamedTuple
@@ -35,25 +37,77 @@ import numpy.typing as npt
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
-from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, frame_batch
-from kvtier.index import form_switch
-from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier
-from kvtier.index.event_intake import Intake
-from kvtier.index.forms import AUTO, Allowance, Keys, allowance_of, choose_form, make_form
-from kvtier.index.workers import KnownWorker
+from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
+from kvtier.index.applier import EventApplier, WorkerState
+from kvtier.index.base import (
+    MAX_AREAS,
+    MIN_COMPILED_BYTES,
+    Hashes,
+    IndexBackend,
+    Keys,
+    Match,
+    MemoryBudget,
+    StorageTier,
+)
+from kvtier.index.plain import PlainNames, PlainTable
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
 from kvtier.keys import hash_blocks as hash_as_engine
 
-__all__ = ["IndexStats", "PrefixIndex", "WorkerStats"]
-
 logger = logging.getLogger(__name__)
 
+FORMS = ("numba", "python")
+AUTO = "auto"
 Counting = Literal["set", "count"]
 Entry = tuple[str, int, StorageTier]
 """A worker, the hash of a block that it holds, and the tier."""
 _NO_HASHES = np.empty(0, np.uint64)
 _U64 = (1 << 64) - 1
+
+
+def choose_form(form: str | None) -> str:
+    """Return the form: the parameter's, else that of `KVTIER_INDEX`; `auto` is the fastest installed one."""
+    form = form or os.environ.get("KVTIER_INDEX") or AUTO
+    if form not in (*FORMS, AUTO):
+        raise InputError(f"index form: expected one of {', '.join((*FORMS, AUTO))}, got {form!r}")
+    if form == "numba" and not find_spec("numba"):
+        raise InputError("index form: numba is wanted but not installed: pip install numba")
+    if form == AUTO:
+        return "numba" if find_spec("numba") else "python"
+    return form
+
+
+def shared_budget_of(keys: Keys, budget: int) -> int:
+    """Return how many bytes of a budget are for data beside the table and the names.
+
+    Blocks that wait for their parent are large. An index with the engine's keys has only duplicates, which
+    are few.
+    """
+    return budget // (8 if keys == "xxh3" else 64)
+
+
+def make_backend(form: str, keys: Keys, budget: int) -> IndexBackend:
+    """Make a table, and names if its keys need them.
+
+    A name takes one and a half times the bytes of a block.
+    """
+    left = budget - shared_budget_of(keys, budget)
+    table_budget = left if keys == "engine" else left * 2 // 5
+    if form == "python":
+        plain = PlainTable(table_budget)
+        return IndexBackend(plain, PlainNames(plain, left - table_budget))
+    if table_budget < MIN_COMPILED_BYTES:
+        least = MIN_COMPILED_BYTES * budget // table_budget + 1 if table_budget else MIN_COMPILED_BYTES * 3
+        raise InputError(
+            f"budget: expected at least {least} bytes for a compiled index with {keys} keys, got {budget}"
+        )
+    from kvtier.index.compiled.names import CompiledNames
+    from kvtier.index.compiled.table import CompiledTable
+
+    table = CompiledTable(table_budget)
+    if keys == "engine":
+        return IndexBackend(table, PlainNames(table, 0))
+    return IndexBackend(table, CompiledNames(table, left - table_budget))
 
 
 class WorkerStats(NamedTuple):
@@ -67,8 +121,8 @@ class WorkerStats(NamedTuple):
 class IndexStats(NamedTuple):
     """An index's size. The budget bounds `bytes`. Counters, which only grow: `dropped`, blocks that found
     no room; `unknown`, removals of blocks that were not held; `ignored`, blocks of groups that a prefix
-    match cannot use; `refused`, blocks of another size, with tokens that do not fill whole blocks, or in a
-    place beyond the limit; `orphans_dropped`, blocks that found no room to wait for their parent. `waiting`
+    match cannot use; `refused`, blocks of another size, with tokens that do not fill whole blocks, or in an
+    area beyond the limit; `orphans_dropped`, blocks that found no room to wait for their parent. `waiting`
     counts the blocks that wait now.
     """
 
@@ -87,56 +141,49 @@ class IndexStats(NamedTuple):
 
 
 class PrefixIndex:
-    """The workers that hold each prefix, and on which tier."""
+    """Knows which workers hold each prefix, and on which tier."""
 
     def __init__(
         self,
         *,
-        keys: Keys = "engine",
+        keys: Keys = "xxh3",
         block_size: int | None = None,
         budget: int = 1 << 30,
         form: str | None = None,
         seed: str = "",
-        counting: Counting = "set",
+        counting: Counting = "count",
     ) -> None:
         """Start empty.
 
         `block_size` is the number of tokens in a block; `None` takes that of the first store, and until
         then no prompt matches. Stores of other sizes are refused, whatever the keys are: answers count
         blocks, and must mean the same for every worker. `seed` is the engine's hash seed, which token
-        queries need. `counting` is how workers announce blocks: `set` once each, as kvtier does, or `count`
-        once for every copy, as vLLM and SGLang do.
+        queries need. `counting` is how workers announce blocks: `count` once for every copy, as vLLM and
+        SGLang do (a worker that holds every block once, as kvtier's, is a special case of that), or `set`
+        once each, whatever the number of copies.
         """
         if keys not in ("engine", "xxh3"):
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")
         if block_size is not None and block_size < 1:
             raise InputError(f"block_size: expected at least 1 token, got {block_size}")
         self.keys, self.seed, self.counting = keys, seed, counting
-        self._wanted = choose_form(form)
         self._budget = budget
-        self._allowance = Allowance(allowance_of(keys, budget))
-        # A plain form leaves room for the compiled form that is made beside it later.
-        self._form = (
-            make_form("python", keys, budget * 3 // 4)
-            if self._wanted == AUTO
-            else make_form(self._wanted, keys, budget)
-        )
+        self._shared_budget = MemoryBudget(shared_budget_of(keys, budget))
+        self._backend = make_backend(choose_form(form), keys, budget)
         self._lock = RLock()
-        self._workers: dict[str, KnownWorker] = {}
+        self._workers: dict[str, WorkerState] = {}
         self._names: tuple[str | None, ...] = ()
-        self._intake = Intake(self._form, keys, block_size)
-        if self._wanted == AUTO:
-            form_switch.start(self)
+        self._applier = EventApplier(self._backend, keys, block_size)
 
     @property
     def block_size(self) -> int | None:
         """The number of tokens in a block; `None` if no store has named it yet."""
-        return self._intake.block_size
+        return self._applier.block_size
 
     @property
     def form(self) -> str:
-        """The current form of the index: `numba` or `python`."""
-        return self._form.table.form
+        """The form of the index: `numba` or `python`."""
+        return self._backend.table.form
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -145,13 +192,20 @@ class PrefixIndex:
 
     def decoder(self) -> Callable[[bytes], Batch]:
         """Return the fastest batch reader for this index, for a subscriber. Each thread needs its own."""
-        return form_switch.BatchDecoder(self)
+        needs_tokens = self.keys == "xxh3"
+        if self.form == "python":
+            return partial(decode_batch, tokens=needs_tokens)
+        from kvtier.index.compiled.scan import Scanner
+
+        return Scanner(needs_tokens)
 
     def warm_up(self) -> None:
-        """Compile the code for this kind of index: a minute once on a machine, then next to nothing."""
-        form = "numba" if self._wanted == AUTO else self._wanted
-        twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=form, counting="count")
-        decode, encoder = twin.decoder(), EventEncoder()
+        """Compile everything that this kind of index runs, which the first calls would do otherwise.
+
+        It takes some ten seconds once on a machine, and half a second in later processes.
+        """
+        sample = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=self.form, counting="count")
+        decode, encoder = sample.decoder(), EventEncoder()
         tokens = list(range(1, 4))
         events = [
             BlockStored([1, 2], None, tokens[:2], 1, None, MEDIUM_GPU, None),
@@ -159,27 +213,20 @@ class PrefixIndex:
             BlockRemoved([3], MEDIUM_GPU),
             BlockStored([1], None, tokens[:1], 1, None, MEDIUM_GPU, None),
         ]
-        twin.apply("twin", decode(frame_batch(0.0, [encoder.event(event) for event in events], 0)))
-        twin.match_tokens(tokens)
-        for _ in twin.dump():
+        sample.apply("sample", decode(frame_batch(0.0, [encoder.event(event) for event in events], 0)))
+        sample.match_tokens(tokens)
+        for _ in sample.dump():
             pass
-        twin.remove_worker("twin")
-        twin._form.names.sweep()
-
-    def switch_to_compiled(self) -> Iterator[None]:
-        """Switch from the plain form to the compiled one, one slice per step: see `form_switch`."""
-        new = make_form("numba", self.keys, self._budget)
-        yield from form_switch.copy_and_switch(
-            self._lock, self._form, new, self._budget - self._allowance.limit
-        )
+        sample.remove_worker("sample")
+        sample._backend.names.sweep()
 
     # -- workers -----------------------------------------------------------------------------------
 
     def expect_block_size(self, block_size: int) -> None:
         """Set the block size if none is known yet. Earlier refusals are still reported."""
         with self._lock:
-            if self._intake.block_size is None:
-                self._intake.block_size = block_size
+            if self._applier.block_size is None:
+                self._applier.block_size = block_size
 
     def add_worker(self, worker: str) -> None:
         """Make a worker known, so that matches list it. Applying a batch does the same."""
@@ -187,14 +234,14 @@ class PrefixIndex:
             if worker not in self._workers:
                 self._add(worker)
 
-    def _add(self, name: str) -> KnownWorker:
+    def _add(self, name: str) -> WorkerState:
         number = self._names.index(None) if None in self._names else len(self._names)
-        if not self._form.table.grow(number + 1):
+        if not self._backend.table.grow(number + 1):
             raise InputError(
                 f"worker {name!r}: the index has no room for more than {number} workers; raise its budget"
             )
         self._names = (*self._names[:number], name, *self._names[number + 1 :])
-        made = KnownWorker(name, number, self._form, self._allowance, self.counting == "count")
+        made = WorkerState(name, number, self._backend, self._shared_budget, self.counting == "count")
         self._workers[name] = made
         return made
 
@@ -210,9 +257,9 @@ class PrefixIndex:
         """Forget everything that a worker holds, and its groups. Unknown workers are ignored."""
         with self._lock:
             if (known := self._workers.get(worker)) is not None:
-                self._intake.wipe(known)
+                self._applier.wipe(known)
                 known.groups.clear()
-                self._form.table.require(known.number, 0)
+                self._backend.table.require(known.number, 0)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -227,8 +274,8 @@ class PrefixIndex:
         """Apply a batch of a worker's events: a decoded one, or one from `decoder()`."""
         with self._lock:
             known = self._workers.get(worker) or self._add(worker)
-            self._intake.apply(known, batch)
-            self._tell(known)
+            self._applier.apply(known, batch)
+            self._log_problem(known)
 
     def apply_all(self, worker: str, batches: Sequence[Any]) -> None:
         """Apply consecutive batches of a worker's events; faster than one by one."""
@@ -241,16 +288,16 @@ class PrefixIndex:
                 for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
 
-    def _tell(self, worker: KnownWorker) -> None:
+    def _log_problem(self, worker: WorkerState) -> None:
         """Log, at most once until the next clear, that the index is missing blocks of a worker."""
         if not worker.problem_logged and (reason := self._reason(worker)):
             worker.problem_logged = True
             if (more := worker.log_limit.admit()) is not None:
-                line = "the index knows less of worker %r than it was told: %s%s"
+                line = "the index is missing blocks of worker %r: %s%s"
                 logger.warning(line, worker.name, reason, more)
 
-    def _reason(self, worker: KnownWorker) -> str:
-        dropped = self._form.table.dropped(worker.number)
+    def _reason(self, worker: WorkerState) -> str:
+        dropped = self._backend.table.dropped(worker.number)
         return worker.reason(dropped, self.block_size) if dropped or worker.has_losses else ""
 
     # -- questions ---------------------------------------------------------------------------------
@@ -259,7 +306,7 @@ class PrefixIndex:
         """Return how many of these leading blocks each worker holds. A `uint64` array is not copied."""
         wanted = _as_hashes(hashes)
         with self._lock:
-            columns = self._form.table.match(wanted)[: len(self._names)]
+            columns = self._backend.table.match(wanted)[: len(self._names)]
             return Match(self._names, columns[:, 0], columns[:, 1:4], columns[:, 4:7])
 
     def match_tokens(self, tokens: Any, *, lora: str | None = None, salt: str | None = None) -> Match:
@@ -293,7 +340,7 @@ class PrefixIndex:
         Other callers wait meanwhile; with `dump` they do not.
         """
         with self._lock:
-            return [entry for keys in self._form.table.hashes() for entry in self._entries(keys, keys)]
+            return [entry for keys in self._backend.table.hashes() for entry in self._entries(keys, keys)]
 
     def dump(self) -> Iterator[list[Entry]]:
         """Yield all held blocks, about a thousand at a time: worker, the engine's hash, tier.
@@ -313,10 +360,10 @@ class PrefixIndex:
     def _parts(self) -> Iterator[tuple[Hashes, Hashes, npt.NDArray[np.uint32] | None]]:
         """Yield the engines' hashes of blocks, their keys, and the workers of these names, in parts."""
         if self.keys == "engine":
-            for keys in self._form.table.hashes():
+            for keys in self._backend.table.hashes():
                 yield keys, keys, None
             return
-        for part in self._form.names.parts():
+        for part in self._backend.names.parts():
             yield part.hashes, part.keys, part.workers
         for worker in list(self._workers.values()):
             for part in worker.translator.salted():
@@ -330,7 +377,7 @@ class PrefixIndex:
         return [
             (name, called, tier)
             for called, only, held in zip(
-                hashes.tolist(), wanted, self._form.table.usable(keys), strict=True
+                hashes.tolist(), wanted, self._backend.table.usable(keys), strict=True
             )
             for number, tiers in (held.items() if only is None else ((only, held.get(only, 0)),))
             if (name := self._names[number]) is not None
@@ -345,15 +392,19 @@ class PrefixIndex:
         """
         with self._lock:
             known = self._workers[worker]
-            needed = self._intake.areas.needed(known.groups.counted)
+            needed = self._applier.areas.needed(known.groups.counted)
             held: dict[StorageTier, Counter[int]] = {tier: Counter() for tier in StorageTier}
-            for area, count in zip(self._form.table.areas, self._form.table.held(known.number), strict=True):
+            for area, count in zip(
+                self._backend.table.areas, self._backend.table.held(known.number), strict=True
+            ):
                 held[area.tier][area.group] += count
             groups = [group for group in range(MAX_AREAS) if needed >> group & 1]
             blocks = {
                 tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()
             }
-            return WorkerStats(blocks, len(known.translator.waiting), self._form.table.dropped(known.number))
+            return WorkerStats(
+                blocks, len(known.translator.waiting), self._backend.table.dropped(known.number)
+            )
 
     def incomplete(self) -> dict[str, str]:
         """Return the workers of which the index is missing blocks, and why, until they are cleared."""
@@ -364,14 +415,14 @@ class PrefixIndex:
     def stats(self) -> IndexStats:
         """Return the index's size."""
         with self._lock:
-            size = self._form.table.stats()
-            workers, intake = self._workers.values(), self._intake
+            size = self._backend.table.stats()
+            workers, intake = self._workers.values(), self._applier
             return IndexStats(
                 form=self.form,
                 blocks=size.blocks,
                 workers=len(workers),
                 sets=size.sets,
-                bytes=size.bytes + self._form.names.bytes() + self._allowance.used,
+                bytes=size.bytes + self._backend.names.bytes() + self._shared_budget.used,
                 budget=self._budget,
                 dropped=size.dropped,
                 unknown=size.unknown,
@@ -384,13 +435,13 @@ class PrefixIndex:
     def check(self) -> None:
         """Raise `IntegrityError` if the index contradicts itself."""
         with self._lock:
-            self._form.table.check()
-            self._form.names.check()
+            self._backend.table.check()
+            self._backend.names.check()
             for worker in self._workers.values():
                 worker.translator.waiting.check()
-            if self._allowance.used != sum(worker.bytes() for worker in self._workers.values()):
+            if self._shared_budget.used != sum(worker.bytes() for worker in self._workers.values()):
                 raise IntegrityError(
-                    f"index: {self._allowance.used} bytes of the allowance are taken, but not by workers"
+                    f"index: {self._shared_budget.used} bytes of the shared budget are not those of workers"
                 )
 
 

@@ -10,51 +10,91 @@ know these fields ignore them.
 
 With XXH3 keys, `block_hashes` are hashes of single blocks, as Dynamo's clients send them, and `seq_hashes`
 are chained ones, as Mooncake's do; with the engine's keys both are the engine's hashes. A dump is made and
-sent in slices, and other requests are answered between them; so are metrics. This belongs to the event
-loop's thread.
+sent in slices, and other requests are answered between them; so are metrics, whose names begin with
+`kvtier_index_`: each model has the size, budget and refusals of its index; each worker its blocks on each
+tier; each publisher its state, its lag, and the counters of its stream; each path its requests and a
+histogram of their times. This belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from kvtier.errors import InputError, OutsideError
-from kvtier.events.updates import State
-from kvtier.index.access import Access
+from kvtier.events.updates import Counters, State
 from kvtier.index.base import Hashes, Match, StorageTier
-from kvtier.index.http import HttpError, HttpRequest, Response
-from kvtier.index.metrics import Traffic, make_registry
+from kvtier.index.http import Access, HttpError, HttpRequest, Response
 from kvtier.index.service import (
+    Confidence,
     Conflict,
-    Followed,
     Group,
     GroupKey,
     NotFound,
     Registration,
     Service,
-    Trust,
+    Subscription,
     Worker,
     worst,
 )
 from kvtier.index.xxh3 import chain_keys
-
-__all__ = ["Api"]
+from kvtier.metrics import Histogram, Metric, MetricKind, Registry, Sample
 
 T = TypeVar("T")
 _TIER_NAMES = {StorageTier.GPU: "device", StorageTier.CPU: "host_pinned", StorageTier.STORAGE: "disk"}
 _CHANGES = frozenset(("/register", "/unregister"))
 _DUMPS = 4
 """The most dumps at once: each keeps a list of all held blocks."""
-_PAUSE = 0.002
+_SLICE_INTERVAL = 0.002
 """Seconds between two slices of a long answer, so that other requests are answered in between."""
 _REASON_LENGTH = 1000
+
+Samples = Mapping[str, list[Sample]]
+
+_REQUEST_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
+_INDEX = (
+    Metric("blocks", _GAUGE, "Blocks that some worker holds."),
+    Metric("workers", _GAUGE, "Workers that were heard of."),
+    Metric("bytes", _GAUGE, "Bytes that the table takes."),
+    Metric("budget", _GAUGE, "Bytes that the table may take."),
+    Metric("dropped", _COUNTER, "Blocks refused because the budget was spent."),
+    Metric("unknown", _COUNTER, "Removals of blocks that were not held."),
+    Metric("ignored", _COUNTER, "Blocks of groups that no prefix match can be made of."),
+    Metric(
+        "refused", _COUNTER, "Blocks of another size, with wrong tokens, or in an area beyond the limit."
+    ),
+    Metric("orphans_dropped", _COUNTER, "Blocks that found no room to wait for their parents."),
+    Metric("compiled", _GAUGE, "Whether compiled loops answer, or plain Python."),
+    Metric("worker_blocks", _GAUGE, "Blocks that a worker holds on a tier."),
+)
+_STREAM = {
+    counter.name: Metric(
+        f"source_{counter.name}",
+        _COUNTER,
+        f"Of a publisher's stream: {counter.name.replace('_', ' ')}.",
+    )
+    for counter in fields(Counters)
+}
+_SOURCES = (
+    Metric("source_state", _GAUGE, "1 for the state that answers about a publisher have."),
+    Metric("source_ignored_batches", _COUNTER, "Batches that could not be applied."),
+    Metric("source_lag_seconds", _GAUGE, "Age of a newest batch when it was applied."),
+    Metric("source_connected", _GAUGE, "Whether a publisher is connected."),
+    *_STREAM.values(),
+)
+_TRAFFIC = (
+    Metric("requests", _COUNTER, "HTTP requests answered."),
+    Metric("request_seconds", MetricKind.HISTOGRAM, "Times of HTTP requests.", _REQUEST_SECONDS),
+    Metric("ignored_batches", _COUNTER, "Batches that could not be applied."),
+)
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -154,7 +194,7 @@ class Api:
         except HttpError as error:
             response = error.response()
         finally:
-            self._traffic.note(path, response.status, time.perf_counter() - start)
+            self._traffic.record(path, response.status, time.perf_counter() - start)
         return response
 
     async def _answer(self, request: HttpRequest) -> Response:
@@ -238,11 +278,11 @@ class Api:
         return group
 
     def _scores(self, wanted: _Question, group: Group, keys: Hashes) -> Any:
-        match, trusts = self.service.answer(wanted.group, keys)
+        match, confidences = self.service.answer(wanted.group, keys)
         tokens = _Tokens.of(match, group.block_size or 0)
         if wanted.is_mooncake:
-            return {wanted.group.routing_group: _mooncake(tokens, trusts, wanted.instance_id)}
-        return _dynamo(tokens, trusts)
+            return {wanted.group.routing_group: _mooncake(tokens, confidences, wanted.instance_id)}
+        return _dynamo(tokens, confidences)
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -251,8 +291,8 @@ class Api:
         model, routing_group = request.query.get("model_name"), request.query.get("routing_group")
         listed: dict[tuple[GroupKey, str], dict[str, Any]] = {}
         groups = self.service.groups()
-        for followed, trusts in self.service.followed():
-            registration = followed.registration
+        for subscription, confidences in self.service.subscriptions():
+            registration = subscription.registration
             key = registration.group
             is_wanted = model in (None, key.model) and routing_group in (None, key.routing_group)
             if key not in groups or not is_wanted:
@@ -270,25 +310,25 @@ class Api:
                     "listeners": {},
                 },
             )
-            listener = self._listener(followed, worst(trusts))
+            listener = self._listener(subscription, worst(confidences))
             entry["endpoints"][str(registration.rank or 0)] = registration.endpoint
             entry["listeners"][str(registration.rank or 0)] = listener
             if listener["status"] != "active":
                 entry["status"] = listener["status"]
         return list(listed.values())
 
-    def _listener(self, followed: Followed, trust: Trust) -> dict[str, Any]:
-        status = self.service.status(followed)
+    def _listener(self, subscription: Subscription, confidence: Confidence) -> dict[str, Any]:
+        status = self.service.status(subscription)
         listener: dict[str, Any] = {
-            "endpoint": followed.registration.endpoint,
+            "endpoint": subscription.registration.endpoint,
             "status": "active" if status is not None and status.connected else "pending",
-            "state": trust.state,
-            "ranks": [worker.rank for worker in followed.workers],
-            "ignored_batches": followed.ignored,
+            "state": confidence.state,
+            "ranks": [worker.rank for worker in subscription.workers],
+            "ignored_batches": subscription.ignored,
         }
-        if trust.reason:
-            name = "last_error" if trust.state is State.DEGRADED else "reason"
-            listener[name] = trust.reason[:_REASON_LENGTH]
+        if confidence.reason:
+            name = "last_error" if confidence.state is State.DEGRADED else "reason"
+            listener[name] = confidence.reason[:_REASON_LENGTH]
         if status is not None:
             listener |= {"seq": status.seq, "lag": status.lag, "blocks": status.blocks, "kind": status.kind}
         return listener
@@ -314,7 +354,7 @@ class Api:
                     if events := list(_stores(part, number, ids)):
                         yield first + b",".join(map(msgspec.json.encode, events))
                         first, number = b",", number + len(events)
-                    await asyncio.sleep(_PAUSE)
+                    await asyncio.sleep(_SLICE_INTERVAL)
                     part = next(slices, None)
                 yield b"]}"
                 opening = b","
@@ -333,7 +373,7 @@ class Api:
     async def _metrics_pieces(self) -> AsyncGenerator[bytes, None]:
         for text in self._registry.texts():
             yield text.encode()
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_SLICE_INTERVAL)
 
 
 def _read(request: HttpRequest, shape: type[T]) -> T:
@@ -363,7 +403,10 @@ class _Tokens(NamedTuple):
     @classmethod
     def of(cls, match: Match, block_size: int) -> dict[str, _Tokens]:
         """Return the token counts of each worker."""
-        columns = [(column * block_size).tolist() for column in (match.any, match.reach, match.alone)]
+        columns = [
+            (column * block_size).tolist()
+            for column in (match.on_any_tier, match.down_to_tier, match.on_tier)
+        ]
         return {
             name: cls(longest, tuple(reach), tuple(alone))
             for name, longest, reach, alone in zip(match.workers, *columns, strict=True)
@@ -371,7 +414,7 @@ class _Tokens(NamedTuple):
         }
 
 
-def _dynamo(found: dict[str, _Tokens], trusts: dict[Worker, Trust]) -> dict[str, Any]:
+def _dynamo(found: dict[str, _Tokens], confidences: dict[Worker, Confidence]) -> dict[str, Any]:
     """Format a match like Dynamo: workers that hold something, tiers cumulative from the GPU down."""
     scores: defaultdict[str, dict[str, int]] = defaultdict(dict)
     instances: dict[str, dict[str, Any]] = {}
@@ -389,37 +432,37 @@ def _dynamo(found: dict[str, _Tokens], trusts: dict[Worker, Trust]) -> dict[str,
             entry[tier] = max(entry[tier], count)
     states: defaultdict[str, dict[str, State]] = defaultdict(dict)
     reasons: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for worker, trust in trusts.items():
-        states[worker.instance][str(worker.rank)] = trust.state
-        if trust.state is not State.EXACT:
-            reasons[worker.instance][str(worker.rank)] = trust.reason[:_REASON_LENGTH]
+    for worker, confidence in confidences.items():
+        states[worker.instance][str(worker.rank)] = confidence.state
+        if confidence.state is not State.EXACT:
+            reasons[worker.instance][str(worker.rank)] = confidence.reason[:_REASON_LENGTH]
     answer = {"scores": scores, "frequencies": [], "instances": instances, "states": states}
     return answer | ({"reasons": reasons} if reasons else {})
 
 
 def _mooncake(
-    found: dict[str, _Tokens], trusts: dict[Worker, Trust], instance: int | str | None
+    found: dict[str, _Tokens], confidences: dict[Worker, Confidence], instance: int | str | None
 ) -> dict[str, dict[str, Any]]:
     """Format a match like Mooncake: every instance, each medium separately."""
-    said: dict[str, dict[str, Any]] = {}
-    trusts_of: defaultdict[str, list[Trust]] = defaultdict(list)
-    for worker, trust in trusts.items():
+    instances: dict[str, dict[str, Any]] = {}
+    confidences_of: defaultdict[str, list[Confidence]] = defaultdict(list)
+    for worker, confidence in confidences.items():
         if instance is not None and str(instance) != worker.instance:
             continue
         tokens = found.get(worker.name, _Tokens())
         nothing = {"longest_matched": 0, "GPU": 0, "DP": {}, "CPU": 0, "DISK": 0}
-        entry = said.setdefault(worker.instance, nothing)
+        entry = instances.setdefault(worker.instance, nothing)
         entry["DP"][str(worker.rank)] = tokens.longest
         names = ("longest_matched", "GPU", "CPU", "DISK")
         for name, count in zip(names, (tokens.longest, *tokens.alone), strict=True):
             entry[name] = max(entry[name], count)
-        trusts_of[worker.instance].append(trust)
-    for name, said_of in trusts_of.items():
-        trust = worst(said_of)
-        said[name]["state"] = trust.state
-        if trust.state is not State.EXACT:
-            said[name]["reason"] = trust.reason[:_REASON_LENGTH]
-    return said
+        confidences_of[worker.instance].append(confidence)
+    for name, its_confidences in confidences_of.items():
+        confidence = worst(its_confidences)
+        instances[name]["state"] = confidence.state
+        if confidence.state is not State.EXACT:
+            instances[name]["reason"] = confidence.reason[:_REASON_LENGTH]
+    return instances
 
 
 def _stores(
@@ -439,3 +482,77 @@ def _stores(
             "residency_domain": "worker",
             "event": {"event_id": at, "data": {"stored": stored}, "dp_rank": worker.rank},
         }
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+class Traffic:
+    """Counts the HTTP requests that were answered, by path and status, and their times by path."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(_REQUEST_SECONDS))
+
+    def record(self, path: str, status: int, seconds: float) -> None:
+        """Count an answer."""
+        self.requests[path, status] += 1
+        self.seconds[path].observe(seconds)
+
+
+def make_registry(service: Service, traffic: Traffic) -> Registry:
+    """Return the metrics of a service and of its HTTP traffic."""
+    registry = Registry("kvtier_index_")
+    registry.add(_INDEX, lambda: _read_indexes(service))
+    registry.add(_SOURCES, lambda: _read_sources(service))
+    registry.add(_TRAFFIC, lambda: _read_traffic(service, traffic))
+    return registry
+
+
+def _read_indexes(service: Service) -> Samples:
+    samples: dict[str, list[Sample]] = {metric.name: [] for metric in _INDEX}
+    for key, group in service.groups().items():
+        labels = {"model": key.model, "routing_group": key.routing_group}
+        stats = group.index.stats()._asdict()
+        stats["compiled"] = stats["form"] == "numba"
+        for name in samples.keys() & stats.keys():
+            samples[name].append((labels, float(stats[name])))
+        for name in group.index.workers:
+            worker = Worker.of(name)
+            who = labels | {"instance": worker.instance, "rank": str(worker.rank)}
+            for tier, count in group.index.worker_stats(name).blocks.items():
+                samples["worker_blocks"].append((who | {"tier": tier.name.lower()}, float(count)))
+    return samples
+
+
+def _read_sources(service: Service) -> Samples:
+    samples: dict[str, list[Sample]] = {metric.name: [] for metric in _SOURCES}
+    for subscription, confidences in service.subscriptions():
+        labels, state, status = _labels(subscription), worst(confidences).state, service.status(subscription)
+        samples["source_state"] += [(labels | {"state": name}, float(state is name)) for name in State]
+        samples["source_ignored_batches"].append((labels, float(subscription.ignored)))
+        if status is None:
+            continue
+        samples["source_connected"].append((labels, float(status.connected)))
+        if status.lag is not None:
+            samples["source_lag_seconds"].append((labels, status.lag))
+        for name, value in status.counters.as_dict().items():
+            samples[_STREAM[name].name].append((labels, float(value)))
+    return samples
+
+
+def _read_traffic(service: Service, traffic: Traffic) -> Samples:
+    return {
+        "requests": [
+            ({"path": path, "status": str(status)}, float(count))
+            for (path, status), count in traffic.requests.items()
+        ],
+        "request_seconds": [({"path": path}, seconds) for path, seconds in traffic.seconds.items()],
+        "ignored_batches": [({}, float(service.ignored))],
+    }
+
+
+def _labels(subscription: Subscription) -> dict[str, str]:
+    source = subscription.registration
+    labels = {"model": source.group.model, "routing_group": source.group.routing_group}
+    return labels | {"instance": str(source.instance_id), "rank": str(source.rank or 0)}

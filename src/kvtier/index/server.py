@@ -1,8 +1,8 @@
 """An index over HTTP: `kvtier index serve`.
 
 `serve` blocks until it is stopped; `IndexServer` does the same in its own thread. Two threads do the work:
-one follows the publishers and owns their sockets, the other serves HTTP. Running requests finish before the
-server stops.
+one follows the publishers and owns their sockets, the other serves HTTP. The server listens once the index's
+loops are compiled. Running requests finish before it stops.
 """
 
 from __future__ import annotations
@@ -15,21 +15,9 @@ from dataclasses import replace
 from typing import Self
 
 from kvtier.errors import InputError, OutsideError
-from kvtier.index.access import Access, read_token
-from kvtier.index.http import HttpLimits, HttpServer
+from kvtier.index.http import Access, HttpLimits, HttpServer
 from kvtier.index.routes import Api
-from kvtier.index.service import GroupKey, Registration, Service, Settings
-
-__all__ = [
-    "Access",
-    "GroupKey",
-    "HttpLimits",
-    "IndexServer",
-    "Registration",
-    "Settings",
-    "read_token",
-    "serve",
-]
+from kvtier.index.service import Registration, Service, Settings
 
 
 def serve(
@@ -46,31 +34,48 @@ def serve(
 
     `on_ready` is called with the address once requests are answered. Port 0 takes a free port.
     """
+    signals = signal.SIGTERM, signal.SIGINT
 
     async def serve_until_signalled() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals:
             loop.add_signal_handler(number, stop.set)
-        await _serve(host, port, settings, limits, access, follow, on_ready, stop)
+        await _serve(host, port, service, limits, access, follow, on_ready, stop)
 
-    asyncio.run(serve_until_signalled())
+    # The event loop, which handles signals later, does not run yet.
+    before = {number: signal.signal(number, _exit) for number in signals}
+    try:
+        service = _make_service(host, settings)
+        asyncio.run(serve_until_signalled())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(*_: object) -> None:
+    """End the process, successfully, while the index's loops are compiled."""
+    raise SystemExit(0)
+
+
+def _make_service(host: str, settings: Settings | None) -> Service:
+    """Make the service of a server; a host that cannot be right is refused before anything is compiled."""
+    if not host:  # the system would take it for every address
+        expected = "expected an address such as 127.0.0.1, or 0.0.0.0 for all of the machine's"
+        raise InputError(f"host: {expected}, got {host!r}")
+    return Service(settings)
 
 
 async def _serve(
     host: str,
     port: int,
-    settings: Settings | None,
+    service: Service,
     limits: HttpLimits | None,
     access: Access | None,
     follow: Iterable[Registration],
     on_ready: Callable[[str], None] | None,
     stop: asyncio.Event,
 ) -> None:
-    """Serve until `stop` is set."""
-    if not host:  # the system would take it for every address
-        expected = "expected an address such as 127.0.0.1, or 0.0.0.0 for all of the machine's"
-        raise InputError(f"host: {expected}, got {host!r}")
-    service = Service(settings)
+    """Serve until `stop` is set, and close the service."""
     access = access or Access()
     access = replace(access, hosts=(*access.hosts, host))
     server = HttpServer(Api(service, access), limits)
@@ -104,7 +109,8 @@ class IndexServer:
     ) -> None:
         """Take the arguments of `serve`."""
         self.url = ""
-        self._arguments = host, port, settings, limits, access, follow
+        self._host, self._port, self._settings = host, port, settings
+        self._arguments = limits, access, follow
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,15 +119,15 @@ class IndexServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            asyncio.run(self._main(_make_service(self._host, self._settings)))
         except (InputError, OutsideError) as error:
             self._failure = error
         finally:
             self._ready.set()
 
-    async def _main(self) -> None:
+    async def _main(self, service: Service) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        await _serve(*self._arguments, self._on_ready, self._stop)
+        await _serve(self._host, self._port, service, *self._arguments, self._on_ready, self._stop)
 
     def _on_ready(self, url: str) -> None:
         self.url = url

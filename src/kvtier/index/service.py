@@ -15,7 +15,6 @@ logged once, and is counted.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -29,20 +28,6 @@ from kvtier.events.updates import Limits, Received, Reset, SourceStatus, State, 
 from kvtier.index.base import Hashes, Match
 from kvtier.index.prefix import PrefixIndex
 from kvtier.log_limit import LogLimit
-
-__all__ = [
-    "Conflict",
-    "Followed",
-    "Group",
-    "GroupKey",
-    "NotFound",
-    "Registration",
-    "Service",
-    "Settings",
-    "Trust",
-    "Worker",
-    "worst",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -77,24 +62,27 @@ class Worker(NamedTuple):
         return cls(instance, int(rank))
 
 
-class Trust(NamedTuple):
+class Confidence(NamedTuple):
     """How far the data about a worker can be trusted, and why not."""
 
     state: State
     reason: str = ""
 
 
-_UNHEARD = Trust(State.REPAIRING, "not heard of yet")
+_NOT_HEARD = Confidence(State.REPAIRING, "not heard of yet")
 
 
-def worst(trusts: list[Trust]) -> Trust:
+def worst(confidences: list[Confidence]) -> Confidence:
     """Return the first of the worst."""
-    return max(trusts, key=lambda trust: _BEST_FIRST.index(trust.state))
+    return max(confidences, key=lambda confidence: _BEST_FIRST.index(confidence.state))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of every index of a service. `budget` is per group."""
+    """The settings of every index of a service, and their defaults, as of `PrefixIndex`.
+
+    `budget` is per group.
+    """
 
     keys: Literal["engine", "xxh3"] = "xxh3"
     seed: str = ""
@@ -122,9 +110,14 @@ class Registration:
     block_size: int | None = None
 
     @property
-    def key(self) -> tuple[GroupKey, str, int]:
-        """The unique key of a registration."""
-        return self.group, str(self.instance_id), self.rank or 0
+    def key(self) -> tuple[str, int]:
+        """The unique key of a registration in its group."""
+        return str(self.instance_id), self.rank or 0
+
+    def is_of(self, instance: str, model: str, routing_group: str | None) -> bool:
+        """Return whether this is a registration of an instance for a model, in a group or in any."""
+        in_group = routing_group in (None, self.group.routing_group)
+        return in_group and (str(self.instance_id), self.group.model) == (instance, model)
 
     def worker(self, rank: int) -> Worker:
         """Return one of the instance's workers."""
@@ -132,13 +125,13 @@ class Registration:
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
+class Subscription:
     """A registration and its current status. Guarded by the service's lock."""
 
     registration: Registration
     source: str
     """Its name in the subscriber. Names are never reused, so no late update of another source is applied."""
-    trust: Trust = _UNHEARD
+    confidence: Confidence = _NOT_HEARD
     ranks: set[int] = field(default_factory=set)
     """The ranks it represents. Without a rank: those that its batches named, and 0 before any did."""
     batch_rank: int | None = None
@@ -154,7 +147,7 @@ class Followed:
         """Return the workers it represents."""
         return [self.registration.worker(rank) for rank in sorted(self.ranks or {0})]
 
-    def speaks_only_for(self, rank: int) -> bool:
+    def represents_only(self, rank: int) -> bool:
         """Return whether this registration has no rank and represents this one.
 
         `Conflict` if it represents others too.
@@ -174,23 +167,30 @@ class Followed:
 
 @dataclass(slots=True)
 class Group:
-    """An index, its followed publishers, and the publisher that represents each worker."""
+    """An index, and the publishers that feed it."""
 
     index: PrefixIndex
-    members: dict[str, Followed] = field(default_factory=dict)
-    speakers: dict[str, Followed] = field(default_factory=dict)
+    members: dict[str, Subscription] = field(default_factory=dict)
+    """By the name of their source."""
 
     @property
     def block_size(self) -> int | None:
         """Return the number of tokens in a block; `None` until a publisher names it."""
         return self.index.block_size
 
+    def representative(self, worker: Worker) -> Subscription | None:
+        """Return the subscription that represents a worker: exactly one does, or none."""
+        for member in self.members.values():
+            if worker.rank in member.ranks and str(member.registration.instance_id) == worker.instance:
+                return member
+        return None
+
 
 class Answer(NamedTuple):
     """How much each worker holds, and how far that can be trusted."""
 
     match: Match
-    trusts: dict[Worker, Trust]
+    confidences: dict[Worker, Confidence]
 
 
 class NotFound(InputError):
@@ -205,18 +205,18 @@ class Service:
     """Follows publishers and answers questions about them. `close()` ends it."""
 
     def __init__(self, settings: Settings | None = None) -> None:
+        """Compile the index's loops, which takes some ten seconds once on a machine, and start to follow."""
         self.settings = settings or Settings()
         self.failure: str | None = None
         self.ignored = 0  # batches that could not be applied, over all registrations so far
         self._lock = threading.Lock()
         self._groups: dict[GroupKey, Group] = {}
-        self._registered: dict[tuple[GroupKey, str, int], Followed] = {}
-        self._sources: dict[str, Followed] = {}
+        self._sources: dict[str, Subscription] = {}  # the members of all groups
         self._numbers = count()
-        probe = self._new_index(1, budget=1 << 20)
-        if probe.form == "numba":
-            probe.warm_up()
-        self._subscriber: Subscriber[Any] = Subscriber(decode=probe.decoder(), limits=self.settings.limits)
+        sample = self._new_index(1, budget=1 << 20)
+        if sample.form == "numba":
+            sample.warm_up()  # before any publisher is followed: no batch waits for the compiler
+        self._subscriber: Subscriber[Any] = Subscriber(decode=sample.decoder(), limits=self.settings.limits)
         self._thread = threading.Thread(target=self._follow, name="kvtier-index", daemon=True)
         self._thread.start()
 
@@ -235,23 +235,23 @@ class Service:
                 raise InputError(f"endpoint: {expected}, got {endpoint[:200]!r}")
         with self._lock:
             group = self._group_for(new)
-            followed = Followed(new, f"{new.instance_id}#{next(self._numbers)}")
+            subscription = Subscription(new, f"{new.instance_id}#{next(self._numbers)}")
             address = new.endpoint, new.replay_endpoint, new.topic, self.settings.curve
-            self._subscriber.add(Source(followed.source, *address))
-            self._sources[followed.source] = self._registered[new.key] = followed
+            self._subscriber.add(Source(subscription.source, *address))
+            self._sources[subscription.source] = subscription
             self._groups[new.group] = group
-            group.members[followed.source] = followed
+            group.members[subscription.source] = subscription
             if new.rank is not None:
-                followed.ranks.add(new.rank)
-                group.speakers[new.worker(new.rank).name] = followed
+                subscription.ranks.add(new.rank)
 
     def _group_for(self, new: Registration) -> Group:
         """Return the group of a publisher, or a new one."""
         group = self._groups.get(new.group)
-        is_taken = group is not None and new.rank is not None and new.worker(new.rank).name in group.speakers
-        if new.key in self._registered or is_taken:
-            raise Conflict(f"instance {new.instance_id} dp_rank {new.rank or 0} already registered")
-        if len(self._registered) >= self.settings.max_sources:
+        if group is not None:
+            is_taken = new.rank is not None and group.representative(new.worker(new.rank)) is not None
+            if is_taken or any(member.registration.key == new.key for member in group.members.values()):
+                raise Conflict(f"instance {new.instance_id} dp_rank {new.rank or 0} already registered")
+        if len(self._sources) >= self.settings.max_sources:
             most = self.settings.max_sources
             raise Conflict(f"expected at most {most} registrations: unregister some first")
         if group is None:
@@ -272,7 +272,7 @@ class Service:
             keys=wanted.keys,
             block_size=block_size,
             budget=wanted.budget if budget is None else budget,
-            form=wanted.form or os.environ.get("KVTIER_INDEX") or "auto",
+            form=wanted.form,
             seed=wanted.seed,
             counting=wanted.counting,
         )
@@ -287,30 +287,30 @@ class Service:
         """
         with self._lock:
             gone = [
-                followed
-                for (group, name, its_rank), followed in self._registered.items()
-                if (name, group.model) == (instance, model)
-                and routing_group in (None, group.routing_group)
-                and (rank in (None, its_rank) or followed.speaks_only_for(rank))
+                subscription
+                for subscription in self._sources.values()
+                if subscription.registration.is_of(instance, model, routing_group)
+                and (
+                    rank in (None, subscription.registration.rank or 0) or subscription.represents_only(rank)
+                )
             ]
             if not gone:
                 which = f" with dp_rank {rank}" if rank is not None else ""
                 raise NotFound(f"instance {instance} not found{which}")
-            for followed in gone:
-                self._forget(followed)
-            return [followed.registration for followed in gone]
+            for subscription in gone:
+                self._forget(subscription)
+            return [subscription.registration for subscription in gone]
 
-    def _forget(self, gone: Followed) -> None:
+    def _forget(self, gone: Subscription) -> None:
         self._subscriber.remove(gone.source)
-        del self._sources[gone.source], self._registered[gone.registration.key]
+        del self._sources[gone.source]
         group = self._groups[gone.registration.group]
         del group.members[gone.source]
         if not group.members:
             del self._groups[gone.registration.group]
             return
-        for name in [name for name, speaker in group.speakers.items() if speaker is gone]:
-            del group.speakers[name]
-            group.index.remove_worker(name)
+        for rank in gone.ranks:
+            group.index.remove_worker(gone.registration.worker(rank).name)
 
     # -- the following thread ----------------------------------------------------------------------
 
@@ -329,59 +329,57 @@ class Service:
         """Apply consecutive updates of one kind and source; batches also of one rank."""
         update: Update = run[-1]
         with self._lock:
-            followed = self._sources.get(update.source)
-            if followed is None:
+            subscription = self._sources.get(update.source)
+            if subscription is None:
                 return  # unregistered meanwhile
-            group = self._groups[followed.registration.group]
+            group = self._groups[subscription.registration.group]
             if isinstance(update, Received):
-                self._receive(followed, group, [received.batch for received in run])
+                self._receive(subscription, group, [received.batch for received in run])
             elif isinstance(update, Reset):
-                followed.refusal, followed.batch_rank = "", None
-                for rank in followed.ranks:
-                    group.index.clear(followed.registration.worker(rank).name)
+                subscription.refusal, subscription.batch_rank = "", None
+                for rank in subscription.ranks:
+                    group.index.clear(subscription.registration.worker(rank).name)
             elif isinstance(update, StateChanged):
-                followed.trust = Trust(update.state, update.reason)
+                subscription.confidence = Confidence(update.state, update.reason)
 
-    def _receive(self, followed: Followed, group: Group, batches: list[Any]) -> None:
+    def _receive(self, subscription: Subscription, group: Group, batches: list[Any]) -> None:
         spoken = batches[0].data_parallel_rank
-        rank = followed.registration.rank
+        rank = subscription.registration.rank
         if rank is None:
             rank = spoken or 0
-            refusal = self._take_rank(followed, group, rank)
+            refusal = self._take_rank(subscription, group, rank)
         else:
-            followed.batch_rank = spoken if followed.batch_rank is None else followed.batch_rank
+            subscription.batch_rank = spoken if subscription.batch_rank is None else subscription.batch_rank
             refusal = ""
-            if spoken not in (None, followed.batch_rank):
-                both = f"its batches speak for rank {spoken} besides {followed.batch_rank}"
+            if spoken not in (None, subscription.batch_rank):
+                both = f"its batches speak for rank {spoken} besides {subscription.batch_rank}"
                 refusal = f"{both}: register it without dp_rank"
         if not refusal:
             try:
-                group.index.apply_all(followed.registration.worker(rank).name, batches)
+                group.index.apply_all(subscription.registration.worker(rank).name, batches)
                 return
             except KVTierError as error:
                 refusal = str(error)
         self.ignored += len(batches)
-        followed.ignored += len(batches)
-        if followed.refusal != refusal:
-            followed.refusal = refusal
-            name, group_key = followed.registration.instance_id, followed.registration.group
-            if (more := followed.log_limit.admit()) is not None:
+        subscription.ignored += len(batches)
+        if subscription.refusal != refusal:
+            subscription.refusal = refusal
+            name, group_key = subscription.registration.instance_id, subscription.registration.group
+            if (more := subscription.log_limit.admit()) is not None:
                 line = "batches of instance %r of %s are not applied: %s%s"
                 logger.warning(line, name, group_key, refusal, more)
 
-    def _take_rank(self, followed: Followed, group: Group, rank: int) -> str:
+    def _take_rank(self, subscription: Subscription, group: Group, rank: int) -> str:
         """Let a registration without a rank represent one; return why it may not."""
-        if rank in followed.ranks:
+        if rank in subscription.ranks:
             return ""
-        name = followed.registration.worker(rank).name
         if rank < 0:
             return f"rank {rank}: expected at least 0"
-        if len(followed.ranks) >= self.settings.max_ranks:
+        if len(subscription.ranks) >= self.settings.max_ranks:
             return f"rank {rank}: expected at most {self.settings.max_ranks} ranks of one publisher"
-        if (other := group.speakers.get(name)) is not None:
+        if (other := group.representative(subscription.registration.worker(rank))) is not None:
             return f"rank {rank}: {other.registration.endpoint} speaks for this rank of the instance already"
-        group.speakers[name] = followed
-        followed.ranks.add(rank)
+        subscription.ranks.add(rank)
         return ""
 
     # -- questions ---------------------------------------------------------------------------------
@@ -407,41 +405,43 @@ class Service:
         """Return the registered ids of a group's instances, by the instance name of its workers."""
         with self._lock:
             members = self._groups[key].members.values() if key in self._groups else ()
-            ids = [followed.registration.instance_id for followed in members]
+            ids = [subscription.registration.instance_id for subscription in members]
         return {str(instance_id): instance_id for instance_id in ids}
 
     def answer(self, key: GroupKey, hashes: Hashes) -> Answer:
         """Return how much of a prefix each worker holds. Match and states belong to the same moment."""
         with self._lock:
             group = self._group(key)
-            return Answer(group.index.match(hashes), self._trusts(group))
+            return Answer(group.index.match(hashes), self._confidences(group))
 
-    def followed(self) -> list[tuple[Followed, list[Trust]]]:
+    def subscriptions(self) -> list[tuple[Subscription, list[Confidence]]]:
         """Return the followed publishers, and how far the data about their workers can be trusted."""
         with self._lock:
             return [
-                (followed, [trusts[worker] for worker in followed.workers])
+                (subscription, [confidences[worker] for worker in subscription.workers])
                 for group in self._groups.values()
-                for trusts in [self._trusts(group)]
-                for followed in group.members.values()
+                for confidences in [self._confidences(group)]
+                for subscription in group.members.values()
             ]
 
-    def _trusts(self, group: Group) -> dict[Worker, Trust]:
-        """Return each worker's trust: that of its stream, or degraded if anything was refused."""
+    def _confidences(self, group: Group) -> dict[Worker, Confidence]:
+        """Return each worker's confidence: that of its stream, or degraded if anything was refused."""
         incomplete = group.index.incomplete()
         dead = f"the index follows nobody any more: {self.failure}" if self.failure is not None else ""
-        trusts: dict[Worker, Trust] = {}
-        for followed in group.members.values():
-            for worker in followed.workers:
-                reasons = [dead, followed.refusal, incomplete.get(worker.name, "")]
+        confidences: dict[Worker, Confidence] = {}
+        for subscription in group.members.values():
+            for worker in subscription.workers:
+                reasons = [dead, subscription.refusal, incomplete.get(worker.name, "")]
                 reason = "; ".join(filter(None, reasons))
-                trusts[worker] = Trust(State.DEGRADED, reason) if reason else followed.trust
-        return trusts
+                confidences[worker] = (
+                    Confidence(State.DEGRADED, reason) if reason else subscription.confidence
+                )
+        return confidences
 
-    def status(self, followed: Followed) -> SourceStatus | None:
+    def status(self, subscription: Subscription) -> SourceStatus | None:
         """Return the status of a publisher's stream; `None` if it is no longer followed."""
         try:
-            return self._subscriber.status(followed.source)
+            return self._subscriber.status(subscription.source)
         except InputError:
             return None
 

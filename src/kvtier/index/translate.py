@@ -1,8 +1,10 @@
 """Translates events, which name blocks by the engine's hashes, to the keys of an index that hashes tokens.
 
-A block waits until it can be named if its parent is unknown, or if it came without tokens, as some engines
-send for lower tiers. Waiting blocks, and the names of blocks under a cache salt, take bytes of an
-allowance; blocks that find no room there are dropped and counted.
+A block's key depends on its tokens and its parent's key. So a block has no key while its parent is unknown,
+or if it came without tokens, as some engines send for lower tiers. `Orphans` keeps the data of such a block,
+and the areas in which the worker holds it, until the parent or the block itself has a name. Waiting blocks,
+and the names of blocks under a cache salt, take bytes of a budget that workers share: when it is spent, this
+worker's block that has waited longest is dropped and counted.
 
 Engines send a cache salt with the first block only, so it is remembered along the chain. Not for several
 threads at once.
@@ -11,19 +13,17 @@ threads at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
-from kvtier.index.base import Op
-from kvtier.index.forms import Allowance, Form
-from kvtier.index.names import SLACK, NamePart, parts_of
-from kvtier.index.orphans import Orphans
+from kvtier.index.base import SLACK, IndexBackend, MemoryBudget, NamePart, Op, parts_of
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
-__all__ = ["Edit", "Translator"]
+T = TypeVar("T")
 
 # Bytes of a waiting block, in any number of areas, without its tokens and extra keys;
 # `tests/unit/test_index_bounds.py` measures it.
@@ -34,7 +34,7 @@ _MOST_EDITS = 4096  # edits collected before they are applied
 Edit = tuple[Op, int, list[int]]
 """The kind of a change, its area, and its keys."""
 AreaOf = Callable[[BlockStored | BlockRemoved], int | None]
-"""Returns an event's area; `None`: the event does not count, or is refused."""
+"""Returns an event's area, or `None` if the event does not count or is refused."""
 Run = Callable[[list[Edit]], None]
 """Applies edits to the table."""
 
@@ -90,34 +90,133 @@ class _Edits(list[Edit]):
             self.clear()
 
 
+class _Orphan(NamedTuple, Generic[T]):
+    """A waiting block: its parent if known, its data, its size, and the number of copies per area."""
+
+    parent: int | None
+    item: T
+    size: int
+    copies: dict[int, int]
+
+
+class Orphans(Generic[T]):
+    """Keeps one worker's blocks without a name, by the engine's hash, in order of arrival."""
+
+    def __init__(self, budget: MemoryBudget, counts: bool = False) -> None:
+        """Keep as much as the budget permits. If it `counts`, an area may hold several copies of a block."""
+        self.dropped = 0  # blocks dropped since the last clear
+        self._budget, self._counts = budget, counts
+        self._blocks: dict[int, _Orphan[T]] = {}
+        self._children: dict[int, dict[int, None]] = {}  # by parent
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def park(self, block: int, parent: int | None, item: T, size: int, copies: Mapping[int, int]) -> None:
+        """Keep `item`, which takes `size` bytes, for a block that is now held in these areas too.
+
+        An item without a `parent` has no description of the block, so it does not replace an earlier item.
+        """
+        before = self._blocks.get(block)
+        if before is None or (before.parent is None and parent is not None):
+            held = {} if before is None else self._take(block).copies
+            if not self._make_room(size):
+                self.dropped += 1
+                return
+            before = self._blocks[block] = _Orphan(parent, item, size, held)
+            if parent is not None:
+                self._children.setdefault(parent, {})[block] = None
+        for area, count in copies.items():
+            before.copies[area] = before.copies.get(area, 0) + count if self._counts else 1
+
+    def _make_room(self, size: int) -> bool:
+        while not self._budget.take(size):
+            if not self._blocks:
+                return False
+            self._take(next(iter(self._blocks)))
+            self.dropped += 1
+        return True
+
+    def release(self, block: int) -> list[tuple[T, Mapping[int, int]]]:
+        """Take out a block, which has a name now, and its children, oldest first: items and copies."""
+        ready = [block] if block in self._blocks else []
+        ready += self._children.get(block, ())
+        return [(orphan.item, orphan.copies) for orphan in map(self._take, ready)]
+
+    def discard(self, block: int, area: int) -> bool:
+        """Drop a copy of a block in an area; return whether there was one."""
+        orphan = self._blocks.get(block)
+        if orphan is None or area not in orphan.copies:
+            return False
+        orphan.copies[area] -= 1
+        if not orphan.copies[area]:
+            del orphan.copies[area]
+            if not orphan.copies:
+                self._take(block)
+        return True
+
+    def clear(self) -> None:
+        """Drop all blocks, and reset the count of dropped ones."""
+        self._budget.give(self.bytes())
+        self._blocks.clear()
+        self._children.clear()
+        self.dropped = 0
+
+    def bytes(self) -> int:
+        """Return the bytes taken from the budget."""
+        return sum(orphan.size for orphan in self._blocks.values())
+
+    def _take(self, block: int) -> _Orphan[T]:
+        orphan = self._blocks.pop(block)
+        if orphan.parent is not None:
+            siblings = self._children[orphan.parent]
+            del siblings[block]
+            if not siblings:
+                del self._children[orphan.parent]
+        self._budget.give(orphan.size)
+        return orphan
+
+    def check(self) -> None:
+        """Raise `IntegrityError` unless blocks are found by their parents, and are held somewhere."""
+        by_parent = [(block, parent) for parent, blocks in self._children.items() for block in blocks]
+        expected = {
+            block: orphan.parent for block, orphan in self._blocks.items() if orphan.parent is not None
+        }
+        if dict(by_parent) != expected or len(by_parent) != len(expected):
+            raise IntegrityError(f"orphans: {len(expected)} have a parent, {len(by_parent)} are found by it")
+        for block, orphan in self._blocks.items():
+            if not orphan.copies or min(orphan.copies.values()) < 1:
+                raise IntegrityError(f"orphans: block {block} waits, but is held nowhere")
+
+
 class Translator:
     """Translates one worker's events."""
 
-    def __init__(self, worker: int, form: Form, allowance: Allowance, counts: bool) -> None:
-        """Name blocks in the book of `form`. `counts`: the engine announces every copy of a block."""
+    def __init__(self, worker: int, backend: IndexBackend, budget: MemoryBudget, counts: bool) -> None:
+        """Name blocks in the book of `backend`. An engine that `counts` announces every copy of a block."""
         self.worker = worker
-        self.waiting: Orphans[_Blocks] = Orphans(allowance, counts)
+        self.waiting: Orphans[_Blocks] = Orphans(budget, counts)
         # Blocks whose tokens or extra keys do not fill whole blocks, or differ from before; since the
         # last clear.
         self.misfits = 0
-        self._form, self._allowance = form, allowance
+        self._backend, self._budget = backend, budget
         # The names of blocks under a salt, by engine hash; the other names are in the book.
         self._salted: dict[int, _Name] = {}
         self._untidy = SLACK
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every block that is not in the book is unknown here too."""
+    def is_simple(self) -> bool:
+        """Return whether every block that is not in the book is unknown here too."""
         return not self._salted and not len(self.waiting)
 
     def bytes(self) -> int:
-        """Return the bytes taken from the allowance."""
+        """Return the bytes taken from the budget."""
         return self.waiting.bytes() + _SALTED_BYTES * len(self._salted)
 
     def clear(self) -> None:
         """Forget all names and all waiting blocks."""
-        self._form.names.clear(self.worker)
-        self._allowance.give(_SALTED_BYTES * len(self._salted))
+        self._backend.names.clear(self.worker)
+        self._budget.give(_SALTED_BYTES * len(self._salted))
         self._salted.clear()
         self.waiting.clear()
         self.misfits = 0
@@ -154,17 +253,17 @@ class Translator:
             return
         before = self._salted
         keys = np.fromiter((name.key for name in before.values()), np.uint64, len(before))
-        held = self._form.table.holds(self.worker, keys).tolist()
+        held = self._backend.table.holds(self.worker, keys).tolist()
         self._salted = {
             engine_hash: name
             for (engine_hash, name), is_held in zip(before.items(), held, strict=True)
             if is_held
         }
-        self._allowance.give(_SALTED_BYTES * (len(before) - len(self._salted)))
+        self._budget.give(_SALTED_BYTES * (len(before) - len(self._salted)))
         self._untidy = 2 * len(self._salted) + SLACK
 
     def _get(self, engine_hash: int) -> _Name | None:
-        key = self._form.names.get(self.worker, engine_hash)
+        key = self._backend.names.get(self.worker, engine_hash)
         return self._salted.get(engine_hash) if key is None else _Name(key)
 
     def _remove(self, event: BlockRemoved, area: int) -> list[int]:
@@ -211,13 +310,13 @@ class Translator:
             self.misfits += len(hashes)
             hashes, keys = [], []
         elif not self._remember(hashes, keys, salt, edits):
-            self._form.table.refuse(self.worker, len(hashes))
+            self._backend.table.refuse(self.worker, len(hashes))
             hashes, keys = [], []
         known = blocks.hashes[first - 1 : first] if first else []
         return known + hashes, [parent.key] * len(known) + keys
 
     def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
-        """Say whether a hash is used for two blocks, or for a held block with another key.
+        """Return whether a hash is used for two blocks, or for a held block with another key.
 
         A hash has one name, and no removal would find the other block.
         """
@@ -228,7 +327,7 @@ class Translator:
         if not others:
             return False
         edits.flush()
-        return bool(self._form.table.holds(self.worker, np.array(others, np.uint64)).any())
+        return bool(self._backend.table.holds(self.worker, np.array(others, np.uint64)).any())
 
     def _remember(self, hashes: list[int], keys: list[int], salt: str | None, edits: _Edits) -> bool:
         """Remember names; `False` if there is no room.
@@ -237,14 +336,14 @@ class Translator:
         all blocks named before.
         """
         if salt is None:
-            names, named = self._form.names, np.array(keys, np.uint64)
+            names, named = self._backend.names, np.array(keys, np.uint64)
             if names.put(self.worker, hashes, named):
                 return True
             edits.flush()
             names.sweep()
             return names.put(self.worker, hashes, named)
         new = sum(engine_hash not in self._salted for engine_hash in set(hashes))
-        if not self._allowance.take(_SALTED_BYTES * new):
+        if not self._budget.take(_SALTED_BYTES * new):
             return False
         self._salted.update(zip(hashes, (_Name(key, salt) for key in keys), strict=True))
         return True

@@ -30,17 +30,6 @@ import xxhash
 from kvtier.errors import InputError
 from kvtier.index.base import Hashes
 
-__all__ = [
-    "SEED",
-    "chain_keys",
-    "extra_hashes",
-    "local_hashes",
-    "lora_of",
-    "salt_of",
-    "seed_of",
-    "token_array",
-]
-
 SEED = 1337
 _U64 = (1 << 64) - 1
 _IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}")
@@ -127,7 +116,7 @@ def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None 
 
 
 def _extra_hash(key: Any) -> int:
-    """Return the hash of an extra key: text, bytes, or an identifier and its place in the block."""
+    """Return the hash of an extra key: text, bytes, or an identifier and its position in the block."""
     name = key[0] if isinstance(key, (list, tuple)) and len(key) == 2 else key
     if isinstance(name, str) and _IDENTIFIER.fullmatch(name):
         return int(name[:16], 16)

@@ -1,6 +1,6 @@
 """Metrics: counters, gauges and histograms, and the text that Prometheus reads.
 
-The modules that count define the metrics: `connector/metrics.py`, `index/metrics.py`, and for vLLM
+The modules that count define the metrics: `connector/metrics.py`, `index/routes.py`, and for vLLM
 `integrations/vllm/metrics.py`.
 """
 

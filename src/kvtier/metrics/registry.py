@@ -20,8 +20,6 @@ from itertools import accumulate
 
 from kvtier.errors import InputError
 
-__all__ = ["SECONDS", "Histogram", "Metric", "MetricKind", "Read", "Registry", "Sample", "format_family"]
-
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Buckets of transfers: a chunk takes less than a millisecond, and `store_deadline` is 30 s."""
 _MOST_RECENT = 1024
@@ -46,7 +44,7 @@ class Metric:
 
 
 class Histogram:
-    """The number of observations by size, and their sum.
+    """Counts observations by size, and sums them.
 
     The newest observations are also kept as they came, for engines whose histograms take single values only.
     """
@@ -80,7 +78,7 @@ Read = Callable[[], Mapping[str, Iterable[Sample]]]
 
 
 class Registry:
-    """The metrics of one part, whose names begin with `prefix`."""
+    """Holds the metrics of one part, whose names begin with `prefix`."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -135,8 +133,8 @@ def _histogram_lines(name: str, labels: Mapping[str, str], value: Histogram) -> 
 
 
 def _line(name: str, labels: Mapping[str, str], value: float) -> str:
-    said = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
-    return f"{name}{{{said}}} {_number(value)}" if said else f"{name} {_number(value)}"
+    text = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
+    return f"{name}{{{text}}} {_number(value)}" if text else f"{name} {_number(value)}"
 
 
 def _number(value: float) -> str:

@@ -25,40 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.index.compiled.jit import jit, prefetch
-
-__all__ = [
-    "AGAIN",
-    "CELLS",
-    "CLOSED",
-    "DEAD",
-    "DEPTH",
-    "DROPPED",
-    "FILL",
-    "FREE",
-    "HAND",
-    "HARD_LIMIT",
-    "LIMIT",
-    "MAX_SEGMENTS",
-    "SECRET",
-    "SEGMENTS",
-    "UNKNOWN",
-    "USED",
-    "Cells",
-    "erase",
-    "fill",
-    "find",
-    "mix",
-    "mixed_of",
-    "prefetch_cell",
-    "put_word",
-    "rehash",
-    "segment_at",
-    "segment_of",
-    "split",
-    "word_at",
-    "words_of",
-]  # fmt: skip
+from kvtier.index.compiled import jit, prefetch
 
 CELLS = 1024
 LIMIT = CELLS * 4 // 5
@@ -103,27 +70,27 @@ def segment_of(meta: Any, directory: Any, mixed: Any) -> Any:
 
 
 @jit
-def word_at(cells: Any, place: Any) -> Any:
-    """Return the 64 bits at a place: a cell's hash, or a key."""
-    return np.uint64(cells[place]) | (np.uint64(cells[place + 1]) << _S32)
+def word_at(cells: Any, offset: Any) -> Any:
+    """Return the 64 bits at an offset: a cell's hash, or a key."""
+    return np.uint64(cells[offset]) | (np.uint64(cells[offset + 1]) << _S32)
 
 
 @jit
-def put_word(cells: Any, place: Any, word: Any) -> None:
-    cells[place], cells[place + 1] = np.uint32(word & _LOW), np.uint32(word >> _S32)
+def put_word(cells: Any, offset: Any, word: Any) -> None:
+    cells[offset], cells[offset + 1] = np.uint32(word & _LOW), np.uint32(word >> _S32)
 
 
 @jit
 def find(cells: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -> Any:
-    """Return the place of a hash in its segment, or `~place` of the empty cell where it belongs."""
+    """Return the offset of a hash in its segment, or `~offset` of the empty cell where it belongs."""
     low, high = np.uint32(key & _LOW), np.uint32(key >> _S32)
     base, at = segment * (CELLS * width), mixed & _MASK
     while True:
-        place = base + np.int64(at) * width
-        if cells[place + 2] == 0:
-            return ~place
-        if cells[place] == low and cells[place + 1] == high and (tag == 0 or cells[place + 2] == tag):
-            return place
+        offset = base + np.int64(at) * width
+        if cells[offset + 2] == 0:
+            return ~offset
+        if cells[offset] == low and cells[offset + 1] == high and (tag == 0 or cells[offset + 2] == tag):
+            return offset
         at = (at + _ONE) & _MASK
 
 
@@ -135,10 +102,10 @@ def prefetch_cell(meta: Any, directory: Any, cells: Any, width: Any, key: Any, t
 
 
 @jit
-def fill(meta: Any, cells: Any, segments: Any, segment: Any, place: Any, key: Any, mark: Any) -> None:
+def fill(meta: Any, cells: Any, segments: Any, segment: Any, offset: Any, key: Any, mark: Any) -> None:
     """Put a hash and its third word into an empty cell."""
-    put_word(cells, place, key)
-    cells[place + 2] = np.uint32(mark)
+    put_word(cells, offset, key)
+    cells[offset + 2] = np.uint32(mark)
     segments[segment, FILL] += 1
     meta[USED] += 1
 
@@ -156,15 +123,15 @@ def rehash(
     cells[base : base + size] = 0
     meta[USED] -= segments[segment, FILL]
     segments[segment, FILL] = 0
-    for place in range(0, size, width):
-        if old[place + 2] == 0:
+    for offset in range(0, size, width):
+        if old[offset + 2] == 0:
             continue
-        key, tag = word_at(old, place), old[place + 2] if tagged else np.uint32(0)
+        key, tag = word_at(old, offset), old[offset + 2] if tagged else np.uint32(0)
         mixed = mixed_of(meta, key, tag)
         target = segment_of(meta, directory, mixed)
         to = ~find(cells, width, target, mixed, key, tag)
         for word in range(width):
-            cells[to + word] = old[place + word]
+            cells[to + word] = old[offset + word]
         segments[target, FILL] += 1
         meta[USED] += 1
 
@@ -192,10 +159,10 @@ def split(meta: Any, directory: Any, cells: Any, segments: Any, width: Any, tagg
 
 
 @jit
-def erase(meta: Any, cells: Any, segments: Any, width: Any, tagged: Any, segment: Any, place: Any) -> None:
+def erase(meta: Any, cells: Any, segments: Any, width: Any, tagged: Any, segment: Any, offset: Any) -> None:
     """Empty a cell and move later entries of its run back, so that probing never stops early."""
     base = segment * (CELLS * width)
-    hole = np.uint64((place - base) // width)
+    hole = np.uint64((offset - base) // width)
     at = hole
     while True:
         at = (at + _ONE) & _MASK
@@ -251,7 +218,7 @@ class Cells(NamedTuple):
             yield part[part[:, 2] != 0]
 
     def fills(self, width: int) -> bool:
-        """Say whether the counts agree with the cells."""
+        """Return whether the counts agree with the cells."""
         used = self.cells[2::width][: int(self.meta[SEGMENTS]) * CELLS].reshape(-1, CELLS)
         fills = np.count_nonzero(used, axis=1)
         return bool(fills.sum() == self.meta[USED] and (fills == self.segments[: len(fills), FILL]).all())

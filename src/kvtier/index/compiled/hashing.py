@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.index.compiled.jit import fold_product, jit, swap_bytes
+from kvtier.index.compiled import fold_product, jit, swap_bytes
 from kvtier.index.xxh3 import SEED
-
-__all__ = ["chain", "chain_one", "hash_block", "hash_blocks"]
 
 _SECRET_BYTES = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import IntegrityError
-from kvtier.index.base import MAX_WORKERS, Hashes, Op
+from kvtier.index.base import MAX_WORKERS, SLACK, Hashes, NamePart, Op
+from kvtier.index.compiled import jit
+from kvtier.index.compiled.blocks import holds_one
 from kvtier.index.compiled.cells import (
     CELLS,
     FILL,
@@ -33,8 +35,6 @@ from kvtier.index.compiled.cells import (
     words_of,
 )
 from kvtier.index.compiled.hashing import chain_one, hash_block
-from kvtier.index.compiled.jit import jit
-from kvtier.index.compiled.lookups import holds_one
 from kvtier.index.compiled.scan import (
     FIRST_TOKEN,
     HAS_PARENT,
@@ -44,10 +44,7 @@ from kvtier.index.compiled.scan import (
     Scanned,
 )
 from kvtier.index.compiled.table import CompiledTable
-from kvtier.index.names import SLACK, NamePart
 from kvtier.index.xxh3 import SEED
-
-__all__ = ["CompiledNames"]
 
 _WIDTH, _TAG, _KEY = 5, 2, 3  # words of a cell, and the positions of tag and key
 _WORKER_BITS = 12  # enough for MAX_WORKERS
@@ -59,8 +56,8 @@ _BLOCK_SEED = np.uint64(SEED)
 def _get(meta: Any, directory: Any, cells: Any, engine_hash: Any, tag: Any) -> Any:
     """Return whether there is a name, and its key."""
     mixed = mixed_of(meta, engine_hash, tag)
-    place = find(cells, _WIDTH, segment_of(meta, directory, mixed), mixed, engine_hash, tag)
-    return (True, word_at(cells, place + _KEY)) if place >= 0 else (False, np.uint64(0))
+    offset = find(cells, _WIDTH, segment_of(meta, directory, mixed), mixed, engine_hash, tag)
+    return (True, word_at(cells, offset + _KEY)) if offset >= 0 else (False, np.uint64(0))
 
 
 @jit
@@ -71,17 +68,17 @@ def _put(
     mixed = mixed_of(meta, engine_hash, tag)
     while True:
         segment = segment_of(meta, directory, mixed)
-        place = find(cells, _WIDTH, segment, mixed, engine_hash, tag)
-        if place >= 0 or segments[segment, FILL] < LIMIT:
+        offset = find(cells, _WIDTH, segment, mixed, engine_hash, tag)
+        if offset >= 0 or segments[segment, FILL] < LIMIT:
             break
         if not split(meta, directory, cells, segments, _WIDTH, True, mixed):
             return False
-    if place < 0:
-        place = ~place
-        fill(meta, cells, segments, segment, place, engine_hash, tag)
-    elif keeps and word_at(cells, place + _KEY) != key:
+    if offset < 0:
+        offset = ~offset
+        fill(meta, cells, segments, segment, offset, engine_hash, tag)
+    elif keeps and word_at(cells, offset + _KEY) != key:
         return False
-    put_word(cells, place + _KEY, key)
+    put_word(cells, offset + _KEY, key)
     return True
 
 
@@ -105,8 +102,8 @@ def _sweep(
     for number in range(count):
         segment = (first + number) % meta[SEGMENTS]
         base = segment * (CELLS * _WIDTH)
-        for place in range(base, base + CELLS * _WIDTH, _WIDTH):
-            tag = cells[place + _TAG]
+        for offset in range(base, base + CELLS * _WIDTH, _WIDTH):
+            tag = cells[offset + _TAG]
             worker = np.int64(tag) & (MAX_WORKERS - 1)
             if tag and not (
                 tags[worker] == tag
@@ -118,10 +115,10 @@ def _sweep(
                     alias,
                     words,
                     worker,
-                    word_at(cells, place + _KEY),
+                    word_at(cells, offset + _KEY),
                 )
             ):
-                cells[place + _TAG] = 0
+                cells[offset + _TAG] = 0
         rehash(meta, directory, cells, segments, _WIDTH, True, segment)
 
 
@@ -172,7 +169,7 @@ def _translate(
 
 
 class CompiledNames:
-    """Names of a compiled table's blocks. See `kvtier.index.names.Names`."""
+    """Names of a compiled table's blocks. See `kvtier.index.base.Names`."""
 
     def __init__(self, table: CompiledTable, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes; memory is taken on demand."""

@@ -9,7 +9,7 @@ that finds no room is refused and counted. The smallest budget is 256 KiB. Not f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from kvtier.index.base import (
     TableStats,
     tiers_of,
 )
-from kvtier.index.compiled import changes, lookups, sets
+from kvtier.index.compiled import blocks
 from kvtier.index.compiled.cells import (
     AGAIN,
     CLOSED,
@@ -44,10 +44,8 @@ from kvtier.index.compiled.cells import (
     words_of,
 )
 
-__all__ = ["CompiledTable"]
-
 _FIRST_SETS = 64
-_SEGMENT_BYTES = Cells.segment_bytes(changes.WIDTH)
+_SEGMENT_BYTES = Cells.segment_bytes(blocks.WIDTH)
 # A set's reference count, alias, two positions in `intern`, and entry of the free list; its row is extra.
 _SET_BYTES = 8 + 4 + 2 * 4 + 4
 
@@ -60,7 +58,7 @@ class CompiledTable:
     def __init__(self, budget: int) -> None:
         """Reserve address space for `budget` bytes and take the first few of them."""
         self._budget = budget
-        self._cells = Cells.reserve(budget // _SEGMENT_BYTES, changes.WIDTH)
+        self._cells = Cells.reserve(budget // _SEGMENT_BYTES, blocks.WIDTH)
         self._meta = self._cells.meta
         self.areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
         self._needed = np.zeros((MAX_AREAS, 1), np.uint64)
@@ -117,7 +115,7 @@ class CompiledTable:
         return room * _SET_BYTES + (room + 1) * areas * words * 8 + workers
 
     def _fits(self, room: int, areas: int, words: int) -> bool:
-        """Say whether sets of that shape fit beside the present ones."""
+        """Return whether sets of that shape fit beside the present ones."""
         return self._bytes() + self._sets_bytes(room, areas, words) <= self._budget
 
     def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
@@ -136,7 +134,7 @@ class CompiledTable:
         self._intern_all()
 
     def _intern_all(self) -> None:
-        sets.intern_all(self._meta, self._rows, self._refs, self._alias, self._intern, self._free)
+        blocks.intern_all(self._meta, self._rows, self._refs, self._alias, self._intern, self._free)
 
     def _more_sets(self) -> None:
         """Provide numbers for new sets: unused ones, else more; close the table if the budget is spent."""
@@ -159,7 +157,7 @@ class CompiledTable:
     ) -> tuple[int, int] | None:
         edit, done = 0, 0
         while edit < len(edits):
-            edit, done = changes.apply(*self._state, worker, edits, hashes, edit, done, unique)
+            edit, done = blocks.apply(*self._state, worker, edits, hashes, edit, done, unique)
             if edit == len(edits):
                 break
             if edits[edit, 0] == Op.CLEARED:
@@ -176,7 +174,7 @@ class CompiledTable:
         fresh = np.zeros(len(hashes), np.bool_)
         start = 0
         while (
-            start := changes.store(*self._state, worker, area, hashes, start, len(hashes), fresh, False)
+            start := blocks.store(*self._state, worker, area, hashes, start, len(hashes), fresh, False)
         ) < len(hashes):
             self._more_sets()
         return fresh
@@ -195,16 +193,16 @@ class CompiledTable:
 
     def match(self, hashes: Hashes) -> Columns:
         out = np.zeros((len(self._held), 7), np.int32)
-        lookups.match(*self._cells[:3], self._rows, self._alias, self._areas, self._needed, hashes, out)
+        blocks.match(*self._cells[:3], self._rows, self._alias, self._areas, self._needed, hashes, out)
         return out
 
     @property
     def holders_state(self) -> tuple[Any, ...]:
-        """The arguments of `lookups.holds_one` for this table."""
+        """The arguments of `blocks.holds_one` for this table."""
         return (*self._cells[:3], self._rows, self._alias, self._words)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        numbers = lookups.find_all(*self._cells[:3], self._alias, hashes)
+        numbers = blocks.find_all(*self._cells[:3], self._alias, hashes)
         bits = np.bitwise_or.reduce(self._grid()[numbers, :, worker >> 6], axis=1)
         found: npt.NDArray[np.bool_] = (bits >> np.uint64(worker & 63)) & np.uint64(1) != 0
         return found
@@ -219,17 +217,12 @@ class CompiledTable:
     def dropped(self, worker: int) -> int:
         return int(self._held[worker, MAX_AREAS])
 
-    def adopt(self, stats: TableStats, dropped: Sequence[int]) -> None:
-        """Continue the counters of a table with the same blocks; `dropped` has its counts per worker."""
-        self._meta[[DROPPED, UNKNOWN]] = stats.dropped, stats.unknown
-        self._held[: len(dropped), MAX_AREAS] = dropped
-
     def hashes(self) -> Iterator[Hashes]:
-        for part in self._cells.parts(changes.WIDTH):
+        for part in self._cells.parts(blocks.WIDTH):
             yield words_of(part, 0)
 
     def usable(self, hashes: Hashes) -> list[Mapping[int, int]]:
-        numbers = lookups.find_all(*self._cells[:3], self._alias, hashes).tolist()
+        numbers = blocks.find_all(*self._cells[:3], self._alias, hashes).tolist()
         on = {number: self._tiers_of(number) for number in set(numbers)}
         return [on[number] for number in numbers]
 
@@ -263,11 +256,11 @@ class CompiledTable:
         )
 
     def check(self) -> None:
-        parts = list(self._cells.parts(changes.WIDTH))
+        parts = list(self._cells.parts(blocks.WIDTH))
         keys = np.concatenate([words_of(part, 0) for part in parts])
         numbers = np.concatenate([part[:, 2] for part in parts])
         meta, alias = self._meta, self._alias
-        found = lookups.find_all(*self._cells[:3], alias, keys)
+        found = blocks.find_all(*self._cells[:3], alias, keys)
         counted = np.zeros_like(self._held[:, :MAX_AREAS])
         for number, count in zip(*np.unique(alias[numbers], return_counts=True), strict=True):
             for worker, area in self._holders(int(number)):
@@ -276,8 +269,8 @@ class CompiledTable:
             "entries": len(keys) != meta[USED],
             "a hash twice": len(np.unique(keys)) != len(keys),
             "dead entries": np.count_nonzero(alias[numbers] == 0) != meta[DEAD],
-            "segment fills": not self._cells.fills(changes.WIDTH),
-            "a hash out of its place": (found != alias[numbers]).any(),
+            "segment fills": not self._cells.fills(blocks.WIDTH),
+            "a hash in the wrong cell": (found != alias[numbers]).any(),
             "reference counts": (np.bincount(numbers, minlength=self._room) != self._refs).any(),
             "blocks per worker": (counted != self._held[:, :MAX_AREAS]).any(),
             "bytes": self._bytes() > self._budget,

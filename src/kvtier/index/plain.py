@@ -1,4 +1,4 @@
-"""The table in plain Python: a dict of holder sets. Same answers as the compiled one, no compiler needed.
+"""The table and the names in plain Python: dicts. Same answers as the compiled ones, no compiler needed.
 
 A block costs more here: 128 bytes in the worst case (its hash, its entry in a dict that has just doubled,
 and the old dict that is being copied). The budget counts that. A block that finds no room is refused and
@@ -8,9 +8,8 @@ counted. Not for several threads at once: `PrefixIndex` ensures that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import compress
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +19,23 @@ from kvtier.index.base import (
     AREAS,
     MAX_AREAS,
     MAX_WORKERS,
+    SLACK,
     Columns,
     Edits,
     Hashes,
     IndexArea,
+    NamePart,
     Op,
     StorageTier,
+    Table,
     TableStats,
+    parts_of,
     tiers_of,
 )
 
-if TYPE_CHECKING:
-    from kvtier.index.compiled.table import CompiledTable
-
-__all__ = ["PlainTable"]
-
 _BLOCK_BYTES = 128
-_SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
+_NAME_BYTES = 192  # two ints and their entry in a dict that has just doubled
+_SET_BYTES = 512  # a set's object, its mask, and its entries in two dicts
 _AREA_BITS = (1 << MAX_AREAS) - 1
 _SLICE = 1024
 """Blocks per slice."""
@@ -52,14 +51,13 @@ class _Holders:
 
 
 class PlainTable:
-    """A table in a dict. See `kvtier.index.base.Table`; for its twin, `kvtier.index.form_switch`."""
+    """A table in a dict. See `kvtier.index.base.Table`."""
 
     form = "python"
 
     def __init__(self, budget: int) -> None:
         """Hold as many blocks as surely fit into `budget` bytes."""
         self.areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
-        self.twin: CompiledTable | None = None
         self._budget = budget
         self._blocks: dict[int, _Holders] = {}
         self._sets: dict[int, _Holders] = {}  # by mask
@@ -70,23 +68,8 @@ class PlainTable:
         self._drops: list[int] = []
         self._dropped = self._unknown = 0
 
-    def attach(self, twin: CompiledTable) -> bool:
-        """From now on, make every change in an empty table too; `False` if that lacks room."""
-        if not twin.grow(max(1, len(self._held))):
-            return False
-        if any(twin.add_area(area) is None for area in self.areas[AREAS:]):
-            return False
-        for worker, groups in enumerate(self._needed):
-            twin.require(worker, groups)
-        self.twin = twin
-        return True
-
-    def hand_over(self, twin: CompiledTable) -> None:
-        """Give the counters to the twin, which has all blocks."""
-        twin.adopt(self.stats(), self._drops)
-
     def grow(self, workers: int) -> bool:
-        if workers > MAX_WORKERS or (self.twin is not None and not self.twin.grow(workers)):
+        if workers > MAX_WORKERS:
             return False
         while len(self._held) < workers:
             self._held.append([0] * MAX_AREAS)
@@ -95,15 +78,13 @@ class PlainTable:
         return True
 
     def add_area(self, area: IndexArea) -> int | None:
-        if len(self.areas) == MAX_AREAS or (self.twin is not None and self.twin.add_area(area) is None):
+        if len(self.areas) == MAX_AREAS:
             return None
         self.areas.append(area)
         return len(self.areas) - 1
 
     def require(self, worker: int, groups: int) -> None:
         self._needed[worker] = groups
-        if self.twin is not None:
-            self.twin.require(worker, groups)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -155,8 +136,6 @@ class PlainTable:
             self._replace(key, old, new or self._new_set(bit if old is None else old.mask | bit))
             self._held[worker][area] += 1
             fresh.append(True)
-        if self.twin is not None:
-            self.twin.store(worker, area, np.array(list(compress(keys, fresh)), np.uint64))
         return fresh
 
     def _remove(self, worker: int, area: int, keys: list[int]) -> None:
@@ -174,9 +153,6 @@ class PlainTable:
             if rest and new is None:
                 self._forget(rest)
             self._replace(key, old, new)
-        if self.twin is not None:
-            edits = np.array([(Op.REMOVED, area, len(keys))])
-            self.twin.apply(worker, edits, np.array(keys, np.uint64))
 
     def refuse(self, worker: int, count: int) -> None:
         self._dropped += count
@@ -190,7 +166,7 @@ class PlainTable:
             self._drops[worker] += 1
 
     def _has_room(self, for_block: bool, for_set: bool) -> bool:
-        """Say whether one more block or set fits into the budget; sweep first if that helps."""
+        """Return whether one more block or set fits into the budget; sweep first if that helps."""
         most = self._budget - for_block * _BLOCK_BYTES - for_set * _SET_BYTES
         if self._bytes() <= most:
             return True
@@ -233,8 +209,6 @@ class PlainTable:
         self._dead = sum(holders.blocks for holders in self._all if not holders.mask)
         if 2 * self._dead > len(self._blocks):
             self._sweep()
-        if self.twin is not None:
-            self.twin.clear(worker)
 
     def _sweep(self) -> None:
         """Remove the entries without holders.
@@ -303,27 +277,14 @@ class PlainTable:
         on = {mask: self._tiers_of(mask) for mask in set(masks)}
         return [on[mask] for mask in masks]
 
-    def copy_to_twin(self, hashes: Hashes) -> None:
-        """Store the holders of these blocks in the twin."""
-        by_holders: dict[_Holders, list[int]] = {}
-        for key in hashes.tolist():
-            by_holders.setdefault(self._blocks[key], []).append(key)
-        for holders, keys in by_holders.items():
-            for worker, area in _holders(holders.mask):
-                if self.twin is not None:
-                    self.twin.store(worker, area, np.array(keys, np.uint64))
-
     def _bytes(self) -> int:
         return len(self._blocks) * _BLOCK_BYTES + len(self._all) * _SET_BYTES
 
     def stats(self) -> TableStats:
-        blocks, taken = len(self._blocks) - self._dead, self._bytes()
-        taken += 0 if self.twin is None else self.twin.stats().bytes
-        return TableStats(blocks, len(self._all), taken, self._budget, self._dropped, self._unknown)
+        blocks = len(self._blocks) - self._dead
+        return TableStats(blocks, len(self._all), self._bytes(), self._budget, self._dropped, self._unknown)
 
     def check(self) -> None:
-        if self.twin is not None:
-            self.twin.check()
         counted = Counter(place for holders in self._blocks.values() for place in _holders(holders.mask))
         held = {(w, area): n for w, areas in enumerate(self._held) for area, n in enumerate(areas) if n}
         wrong = {
@@ -340,6 +301,58 @@ class PlainTable:
             raise IntegrityError(
                 f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}"
             )
+
+
+class PlainNames:
+    """Names in dicts. See `kvtier.index.base.Names`."""
+
+    def __init__(self, table: Table, budget: int) -> None:
+        """Name blocks of `table`, in at most `budget` bytes."""
+        self._table = table
+        self._most = budget // _NAME_BYTES
+        self._names: dict[int, dict[int, int]] = {}
+        self._count = 0
+        self._untidy = SLACK
+
+    def get(self, worker: int, engine_hash: int) -> int | None:
+        names = self._names.get(worker)
+        return None if names is None else names.get(engine_hash)
+
+    def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
+        if self._count + len(hashes) > self._most:
+            return False
+        names = self._names.setdefault(worker, {})
+        before = len(names)
+        names.update(zip(hashes, keys.tolist(), strict=True))
+        self._count += len(names) - before
+        return True
+
+    def clear(self, worker: int) -> None:
+        self._count -= len(self._names.pop(worker, ()))
+
+    def tidy(self) -> None:
+        if self._count > self._untidy:
+            if self._count > 2 * self._table.holdings() + SLACK:
+                self.sweep()
+            self._untidy = max(SLACK, self._count * 5 // 4)
+
+    def sweep(self) -> None:
+        for worker, names in self._names.items():
+            held = self._table.holds(worker, np.fromiter(names.values(), np.uint64, len(names)))
+            for name in [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]:
+                del names[name]
+        self._count = sum(map(len, self._names.values()))
+
+    def parts(self) -> Iterator[NamePart]:
+        for worker in list(self._names):
+            yield from parts_of(worker, list(self._names.get(worker, ())), partial(self.get, worker))
+
+    def bytes(self) -> int:
+        return self._count * _NAME_BYTES
+
+    def check(self) -> None:
+        if self._count != sum(map(len, self._names.values())):
+            raise IntegrityError("index names: the count is not that of the names")
 
 
 def _holders(mask: int) -> Iterator[tuple[int, int]]:
