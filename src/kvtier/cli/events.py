@@ -7,6 +7,7 @@ and with exit code 0, and also when the reader of their output goes away (`| hea
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,28 +17,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from kvtier.cli.sources import Key, ServerKey, curve_client, expect_address
 from kvtier.cli.streams import ending_quietly, expect_reader, remark, say
 from kvtier.errors import InputError
 
 if TYPE_CHECKING:
-    from kvtier.cli.event_lines import Lines
-    from kvtier.events.curve import CurveServer
+    from kvtier.cli.event_reports import Lines
+    from kvtier.events.curve import CurveClient, CurveServer
     from kvtier.events.publisher import PublisherStats
     from kvtier.events.recording import KeptBatch, RecordedBatch, RecordingWriter
     from kvtier.events.subscriber import Source, Subscriber
     from kvtier.events.types import KVEventBatch
     from kvtier.events.updates import Update
     from kvtier.events.wire import DecodedBatch
-
-__all__ = [
-    "check_command",
-    "events_app",
-    "keygen_command",
-    "record_command",
-    "replay_command",
-    "tail_command",
-]
 
 events_app = typer.Typer(help="Look at a KV event stream, record it, play it again, check it.")
 
@@ -64,6 +55,12 @@ _Topic = Annotated[str, Option(help="Take only topics that begin like this.")]
 _Json = Annotated[bool, Option("--json", help="Print JSON lines.")]
 _Count = Annotated[int | None, Option("--count", "-n", metavar="N", min=1, help="End after N batches.")]
 _File = Annotated[Path, Argument(metavar="FILE", help="The recording.")]
+Key = Annotated[str | None, Option("--curve-key", metavar="FILE", help="Our secret key (NAME.key_secret).")]
+ServerKey = Annotated[
+    str | None, Option("--curve-server", metavar="FILE|KEY", help="The publisher's public key.")
+]
+
+_ADDRESS = re.compile(r"tcp://(?:[^:/\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})|ipc://.+")
 
 
 @events_app.command("tail")
@@ -291,7 +288,7 @@ def check_command(
 
     Exits with 1 if they differ, or if some announcements are missing. An idle publisher is not at fault.
     """
-    from kvtier.cli.event_check import examine_stream
+    from kvtier.cli.event_reports import examine_stream
 
     report = examine_stream(_source(endpoint, replay, topic, curve_key, curve_server), timeout)
     say(report.lines)
@@ -313,6 +310,24 @@ def keygen_command(
 # -- shared by the commands ------------------------------------------------------------------------
 
 
+def expect_address(option: str, text: str) -> None:
+    """Refuse a text that is not the address of a publisher."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[1] or 1) < 1 << 16:
+        raise InputError(
+            f"{option}: expected an address such as tcp://127.0.0.1:5557 or ipc://PATH, got {text!r}"
+        )
+
+
+def curve_client(key: str | None, server: str | None) -> CurveClient | None:
+    """Return the keys of a subscriber, `None` if it uses none."""
+    from kvtier.events.curve import CurveClient
+
+    if (key is None) != (server is None):
+        raise InputError("--curve-key and --curve-server: expected both or none")
+    return CurveClient(key, server) if key is not None and server is not None else None
+
+
 @contextmanager
 def _following(source: Source) -> Iterator[Iterator[Update]]:
     """Yield the source's updates, as long as our output is read."""
@@ -331,7 +346,7 @@ def _updates(subscriber: Subscriber[KeptBatch]) -> Iterator[Update]:
 
 
 def _lines(as_json: bool) -> Lines:
-    from kvtier.cli.event_lines import HumanLines, JSONLines
+    from kvtier.cli.event_reports import HumanLines, JSONLines
 
     return JSONLines() if as_json else HumanLines()
 

@@ -1,28 +1,54 @@
-"""Output of commands: lines that are printed at once, and the handling of closed or full outputs.
+"""The process of a command: its Ctrl-C, and output that can be closed or full.
 
-Only the command's thread uses it.
+A command mostly imports, for seconds, and has nothing to clean up. Ctrl-C then ends the process at once: an
+exception inside an import may be swallowed, or come out as a traceback. Work that needs a cleanup runs
+inside `interruptible`, where Ctrl-C raises `KeyboardInterrupt` as usual. Only the main thread uses this.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
-from kvtier.cli.interrupts import interruptible
+INTERRUPTED = 130
+"""The exit code that shells give to SIGINT."""
 
-__all__ = [
-    "discard_output",
-    "ending_quietly",
-    "expect_reader",
-    "flush_output",
-    "open_streams",
-    "remark",
-    "say",
-]
+
+def end_at_once() -> None:
+    """Make Ctrl-C end the process from here on.
+
+    If it is ignored, as in the background of a script, it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    try:
+        os.write(2, b"kvtier: interrupted\n")
+    finally:
+        os._exit(INTERRUPTED)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` inside, because the work needs a cleanup."""
+    if signal.getsignal(signal.SIGINT) is not _end:  # the process is not ours alone
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _end)
+
+
+# -- output ----------------------------------------------------------------------------------------
 
 
 def open_streams() -> None:
