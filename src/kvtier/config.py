@@ -6,6 +6,8 @@ extra config of an engine's connector. Sizes and times are readable (`"8GiB"`, `
 errors with a suggestion, and the names of vLLM's own offloading connector are understood. Every error is a
 `ConfigError` of one line. `OffloadingConfig` adds the engine's geometry and derives every size that the rest
 of kvtier needs. All objects are immutable and may be shared by any thread.
+
+Names imported with `as` are part of this module's surface: the settings of tiers, and sizes and times.
 """
 
 from __future__ import annotations
@@ -26,11 +28,8 @@ from kvtier.config_fields import (
     at_least,
     check_names,
     expect_table,
-    format_size,
     instance,
     optional,
-    parse_duration,
-    parse_size,
     read_duration,
     read_fields,
     read_flag,
@@ -41,27 +40,17 @@ from kvtier.config_fields import (
     read_text,
     setting,
 )
+from kvtier.config_fields import format_size as format_size
+from kvtier.config_fields import parse_duration as parse_duration
+from kvtier.config_fields import parse_size as parse_size
 from kvtier.errors import ConfigError, show_value
 from kvtier.namespace import Namespace
-from kvtier.tier_config import DiskConfig, MooncakeConfig, ObjectConfig, TierConfig, ValkeyConfig, read_tiers
-
-__all__ = [
-    "LEAST_STAGING",
-    "ROW_ALIGNMENT",
-    "CPUConfig",
-    "DiskConfig",
-    "GroupConfig",
-    "KVTierConfig",
-    "MooncakeConfig",
-    "ObjectConfig",
-    "OffloadingConfig",
-    "Recompute",
-    "TierConfig",
-    "ValkeyConfig",
-    "format_size",
-    "parse_duration",
-    "parse_size",
-]
+from kvtier.tier_config import DiskConfig as DiskConfig
+from kvtier.tier_config import MooncakeConfig as MooncakeConfig
+from kvtier.tier_config import ObjectConfig as ObjectConfig
+from kvtier.tier_config import TierConfig as TierConfig
+from kvtier.tier_config import ValkeyConfig as ValkeyConfig
+from kvtier.tier_config import read_tiers
 
 ROW_ALIGNMENT = 4096
 """Rows are whole pages of host memory, so that any row can be read and written with direct I/O."""

@@ -33,8 +33,7 @@ import msgspec
 
 from kvtier import file_hasher
 from kvtier.errors import OutsideError
-
-__all__ = ["Digests", "FileState", "default_file", "hub_digest"]
+from kvtier.machine import is_in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +44,6 @@ second of two changes in one tick.
 """
 _MOST_ENTRIES = 4096
 _SHA256 = re.compile("[0-9a-f]{64}")
-_MOUNTS = Path("/proc/self/mountinfo")
-_MOUNT = re.compile(rb"^\S+ \S+ (\S+) .*? - (\S+) ", re.MULTILINE)  # device and file system of a line
-_IN_MEMORY = {b"devtmpfs", b"hugetlbfs", b"ramfs", b"rootfs", b"tmpfs"}
 
 
 class FileState(NamedTuple):
@@ -116,8 +112,8 @@ class Digests:
             _expect(state, FileState.of(stream.fileno()))
             digest = sha256(stream.read()).hexdigest() if state.size <= _SMALL else _hash_elsewhere(stream)
             _expect(state, FileState.of(stream.fileno()))
-            is_in_memory = _is_in_memory(os.fstat(stream.fileno()).st_dev)
-        if self._now_ns() - state.ctime_ns > _SETTLED_NS and not is_in_memory:
+            in_memory = is_in_memory(os.fstat(stream.fileno()).st_dev)
+        if self._now_ns() - state.ctime_ns > _SETTLED_NS and not in_memory:
             self._remember(path, state, digest)
         return digest
 
@@ -170,18 +166,8 @@ def _write_back(descriptor: int) -> None:
         os.fsync(descriptor)
 
 
-def _is_in_memory(device: int) -> bool:
-    """Say whether a file system is in memory; False if the system does not say."""
-    number = b"%d:%d" % (os.major(device), os.minor(device))
-    with suppress(OSError):
-        return any(
-            found == number and kind in _IN_MEMORY for found, kind in _MOUNT.findall(_MOUNTS.read_bytes())
-        )
-    return False
-
-
 def _is_text(path: str) -> bool:
-    """Say whether JSON can hold a path: file names are bytes and need not be UTF-8."""
+    """Return whether JSON can hold a path: file names are bytes and need not be UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError:

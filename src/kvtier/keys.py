@@ -32,29 +32,6 @@ import numpy.typing as npt
 from kvtier.errors import InputError
 from kvtier.native import form_of, uses_c
 
-__all__ = [
-    "FORMAT_VERSION",
-    "HASHED_BY",
-    "BlockHash",
-    "ExtraKey",
-    "LoRAKey",
-    "MultiModalItem",
-    "MultiModalKey",
-    "OffloadKey",
-    "PromptEmbedsKey",
-    "SaltKey",
-    "Tokens",
-    "extra_keys_of",
-    "fingerprint",
-    "get_offload_block_hash",
-    "get_offload_group_idx",
-    "hash_blocks",
-    "hash_to_u64",
-    "make_offload_key",
-    "make_offload_keys",
-    "root_hash",
-]
-
 FORMAT_VERSION = 1
 """The version of everything that two engines must agree on to share bytes.
 

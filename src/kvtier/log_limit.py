@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LogLimit"]
-
 
 class LogLimit:
     """The limit of one kind of line: `if (more := limit.admit()) is not None: logger.warning(...)`."""

@@ -23,8 +23,6 @@ from threading import Event, Thread
 from kvtier.digests import Digests, FileState, default_file
 from kvtier.errors import OutsideError, show_value
 
-__all__ = ["Namespace", "WeightsFiles"]
-
 _WEIGHTS = {
     ".bin",
     ".ckpt",

@@ -34,16 +34,6 @@ from kvtier.config_fields import (
 )
 from kvtier.errors import ConfigError, show_value
 
-__all__ = [
-    "DiskConfig",
-    "MooncakeConfig",
-    "ObjectConfig",
-    "SharedTierConfig",
-    "TierConfig",
-    "ValkeyConfig",
-    "read_tiers",
-]
-
 _WRITES_A_DAY = 4
 """The default daily write limit, in capacities: about what a data-centre disk is made for, or a little more.
 """

@@ -16,7 +16,7 @@ from tests.tiers.test_disk import opened
 
 from kvtier.cli import main, settings
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig
-from kvtier.file_systems import Mount
+from kvtier.machine import Mount
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from kvtier.cli.display import ProgressDisplay, print_result
 from kvtier.config import KVTierConfig
 from kvtier.demo.summary import summarize
 from kvtier.errors import IntegrityError, PoolError
-from kvtier.memory_limits import MemoryBound
+from kvtier.machine import MemoryBound
 from kvtier.rendezvous import locked
 
 WITHOUT_TORCH = (

@@ -18,7 +18,7 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 
 BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "tier_config"}
-BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool"}
+BELOW_TRANSFER = BASE | {"machine", "policies", "pool"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
@@ -28,17 +28,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_fields": {"errors"},
     "tier_config": {"errors", "config_fields"},
     "config": {"errors", "namespace", "config_fields", "tier_config"},
-    "digests": {"errors", "file_hasher"},
+    "digests": {"errors", "file_hasher", "machine"},
     "file_hasher": set(),
-    "file_systems": set(),
+    "machine": {"config_fields", "errors"},
     "namespace": {"digests", "errors"},
     "log_limit": set(),
     "native": {"errors"},
     "keys": {"errors", "native"},
     "policies": BASE | {"native"},
-    "memory_limits": {"config", "errors"},
     "rendezvous": {"errors"},
-    "pool": BASE | {"memory_limits", "rendezvous"},
+    "pool": BASE | {"machine", "rendezvous"},
     "events": {"errors", "keys", "log_limit"},
     "metrics": {"errors"},
     "index": {"errors", "events", "keys", "log_limit", "metrics"},

@@ -31,8 +31,6 @@ from kvtier.demo.summary import (
     summarize_restart,
 )
 
-__all__ = ["ProgressDisplay", "print_result"]
-
 _NAMES = {"off": "without kvtier", "on": "with kvtier"}
 _ALL_NAMES = _NAMES | RESTART_RUNS
 _FEW = 8

@@ -35,7 +35,7 @@ from kvtier.cli.settings import TierCheck, check_tiers
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, format_size
 from kvtier.errors import InputError, PoolError
 from kvtier.integrations import expect_version
-from kvtier.memory_limits import free_memory
+from kvtier.machine import free_memory
 from kvtier.rendezvous import default_directory, is_held, locked, named_files
 
 _CORE = ("msgspec", "numpy", "pyzmq", "rich", "typer", "xxhash")

@@ -42,8 +42,8 @@ from kvtier.config import (
     parse_size,
 )
 from kvtier.errors import ConfigError, InputError, KVTierError, OutsideError
-from kvtier.file_systems import Mount, find_mount
 from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.machine import Mount, find_mount
 from kvtier.policies import make_policy
 from kvtier.tiers.base import LentRow, Outcome, TierJob
 from kvtier.tiers.disk.folder import find_places

@@ -24,7 +24,7 @@ from kvtier.demo.setup import DemoSettings
 from kvtier.demo.watcher import Watcher
 from kvtier.demo.workload import Turn
 from kvtier.errors import IntegrityError, OutsideError
-from kvtier.file_systems import find_mount
+from kvtier.machine import find_mount
 from kvtier.tiers.base import TierStats
 
 __all__ = ["run_restart"]

@@ -13,8 +13,6 @@ from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResu
 from kvtier.demo.summary import format_ms
 from kvtier.report.plots import BOTTOM, LEFT, RIGHT, TOP, Linear, Log, Plot, format_count, format_time
 
-__all__ = ["RUNS", "SOURCES", "Figure", "figures", "restart_figure"]
-
 RUNS = (("off", "without kvtier"), ("on", "with kvtier"))
 SOURCES = (("gpu", "from the GPU cache"), ("cpu", "loaded from the pool"), ("recomputed", "recomputed"))
 

@@ -28,8 +28,6 @@ from kvtier.demo.summary import (
 from kvtier.report.figures import Figure, figures, restart_figure
 from kvtier.report.style import STYLE
 
-__all__ = ["render_report"]
-
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>

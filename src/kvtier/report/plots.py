@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["Linear", "Log", "Plot", "Point", "Scale", "format_count", "format_time"]
-
 WIDTH, HEIGHT = 520, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 506, 26, 266
 
