@@ -139,7 +139,7 @@ def read_text(path: str, value: object) -> str:
 
 
 def is_text(value: object) -> bool:
-    """Say whether a value is a string that can be encoded: JSON may bring half a surrogate pair."""
+    """Return whether a value is a string that can be encoded: JSON may bring half a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -1,7 +1,7 @@
 """SHA-256 of whole files: each is read once, and its digest is remembered until the file changes.
 
-Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Else a process of low
-priority (`file_hasher`) hashes the content. One small file of the user's (docs/formats.md) keeps the digest
+Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Otherwise a process of
+low priority (`file_hasher`) hashes the content. One small file of the user's (docs/formats.md) keeps the digest
 by path, size, inode, mtime and ctime: mtime can be set back, ctime cannot. That file is only a cache: if it
 is lost, corrupt, out of date or not writable, files are hashed again. Processes that write it at the same
 time may lose entries, which also only costs hashing again.
@@ -47,7 +47,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class FileState(NamedTuple):
-    """The numbers that tell whether a file is still the same."""
+    """The numbers that show whether a file is still the same."""
 
     size: int
     inode: int
@@ -88,7 +88,7 @@ def default_file() -> Path | None:
 
 
 class Digests:
-    """The SHA-256 digests of files, remembered in `file`; with None they are not remembered."""
+    """Computes SHA-256 digests of files and remembers them in `file`; with None it remembers none."""
 
     def __init__(self, file: Path | None, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.file = file
@@ -197,7 +197,7 @@ def hub_digest(path: Path) -> str | None:
     """Return the digest in the name that a hub's cache gave a file; None for any other file.
 
     `models--ORG--NAME/snapshots/COMMIT/FILE` is a link to `models--ORG--NAME/blobs/SHA256`. Small files are
-    named by git's SHA-1 instead and give None: else one content would have two digests.
+    named by git's SHA-1 instead and give None, since otherwise one content would have two digests.
     """
     path = path.parent.resolve() / path.name
     repository = next((folder.parent for folder in path.parents if _is_snapshots(folder)), None)

@@ -10,7 +10,7 @@ different inputs ever feed the hash the same bytes:
     plain = H("kvtier block",  parent . tokens)
     extra = H("kvtier block+", parent . number of tokens . tokens . (tag . length . payload)*)
 
-A small C module chains plain blocks where it was compiled, else Python does, with the same hashes (see
+A small C module chains plain blocks where it was compiled, otherwise Python does, with the same hashes (see
 `HASHED_BY`). Everything here is pure and may be called from any thread. A change in the input of a hash
 orphans every stored row: bump `FORMAT_VERSION`.
 """

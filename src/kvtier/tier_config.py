@@ -86,7 +86,7 @@ def _read_url(*schemes: str, users: bool = False) -> Any:
 
 
 def _is_database(parts: SplitResult) -> bool:
-    """Say whether the query of an address is the database of a Unix socket."""
+    """Return whether the query of an address is the database of a Unix socket."""
     return parts.scheme == "unix" and parts.query.startswith("db=") and parts.query.isascii()
 
 
@@ -154,7 +154,7 @@ class DiskConfig(_TierTable):
     """A tier on a local disk: at most `capacity` bytes in the folder `path`, all files and ranks together.
 
     `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
-    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) a row is written
+    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0 means no limit) a row is written
     only when it is offered a second time. `durability`: `periodic` syncs every few seconds, for machines
     that lose power; correct bytes never depend on it. `required`: the engine does not start without this
     tier. `engines` is the number of data-parallel engines that share the capacity. It is needed where the

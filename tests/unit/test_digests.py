@@ -239,7 +239,7 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         assert memory.stat().st_mode & 0o777 == 0o600
         assert [path.name for path in memory.parent.iterdir()] == ["digests.json"]
 
-    def test_what_others_have_written_stays(self, file: Path, memory: Path) -> None:
+    def test_entries_of_other_processes_stay(self, file: Path, memory: Path) -> None:
         mine, theirs = Digests(memory, later), Digests(memory, later)
         other = file.with_name("other.bin")
         other.write_bytes(b"other")
@@ -299,7 +299,7 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         assert not memory.exists()
         assert caplog.text == ""
 
-    def test_where(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_file_is_in_the_cache_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
         assert default_file() == Path("/somewhere/kvtier/digests.json")
         monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")

@@ -1,4 +1,4 @@
-"""The commands of `kvtier` in one tree, and the answer to a wrong command line."""
+"""Builds the tree of `kvtier` commands, runs a command line, and explains a wrong one."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class StreamReport(NamedTuple):
 
 @dataclass(slots=True)
 class AnnouncedBlocks:
-    """The blocks that a publisher announced; counts repeated stores, and removals of absent blocks."""
+    """Holds the blocks that a publisher announced; counts repeated stores, and removals of absent blocks."""
 
     held: dict[tuple[int, Place], set[int]] = field(default_factory=lambda: defaultdict(set))
     stored_twice: int = 0

@@ -1,4 +1,4 @@
-"""`kvtier events`: look at a KV event stream, record it, play it again, and check that it is exact.
+"""`kvtier events`: commands that show, record, replay and check a KV event stream.
 
 Output goes to stdout line by line, remarks for people to stderr. Endless commands end with Ctrl-C, silently
 and with exit code 0, and also when the reader of their output goes away (`| head`).
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from kvtier.cli.streams import ending_quietly, expect_reader, remark, say
+from kvtier.cli.streams import ending_quietly, expect_reader, print_lines, remark
 from kvtier.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _QUEUED = 1000
 """The most batches of a recording that wait to be published."""
 
 _SLOWEST = 1e-3
-"""The lowest speed of a replay: with less, a pause could be longer than the system can wait."""
+"""The lowest speed of a replay. With less, a wait could be longer than the system allows."""
 
 _Endpoint = Annotated[
     str,
@@ -76,7 +76,7 @@ def tail_command(
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
-    """Print what a publisher says, as it says it, and how far it can be trusted."""
+    """Print what a publisher sends, as it arrives, and how far it can be trusted."""
     if from_start and replay is None:
         raise InputError(
             "--from-start: expected --replay ENDPOINT too; what was said before can only be asked for"
@@ -95,12 +95,12 @@ def _tail(updates: Iterable[Update], lines: Lines, joined: bool, count: int | No
         now = time.time()
         if isinstance(update, StateChanged):
             joined = joined or update.state is not State.REPAIRING
-            say(lines.state(now, update.state, update.reason))
+            print_lines(lines.state(now, update.state, update.reason))
         elif isinstance(update, Received) and joined:
-            say(lines.batch(now, update.seq, update.batch))
+            print_lines(lines.batch(now, update.seq, update.batch))
             shown += 1
         elif isinstance(update, Reset) and joined:
-            say(lines.forgotten(now))
+            print_lines(lines.forgotten(now))
         if shown == count:
             return
 
@@ -115,7 +115,7 @@ def record_command(
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
-    """Append what a publisher says to a file.
+    """Append what a publisher sends to a file.
 
     With --replay it begins with what the publisher holds, and has no holes.
     """
@@ -200,9 +200,9 @@ def replay_command(
 def _print_recording(records: Iterable[RecordedBatch], lines: Lines) -> None:
     for record in records:
         if record.payload:
-            say(lines.batch(record.time, record.seq, _read(record)))
+            print_lines(lines.batch(record.time, record.seq, _read(record)))
         else:
-            say(lines.forgotten(record.time))
+            print_lines(lines.forgotten(record.time))
 
 
 def _read(record: RecordedBatch) -> DecodedBatch:
@@ -247,7 +247,7 @@ def _publish_recording(
 
 
 def _describe_published(stats: PublisherStats) -> str:
-    """Say how many batches of a recording were published, without its first one and heartbeats."""
+    """Return how many batches of a recording were published, without its first one and heartbeats."""
     published = stats.sent + stats.joined - stats.heartbeats - 1
     left_out = {"with nothing new": stats.filtered, "events that cannot be read": stats.unencodable}
     return f"{published:,} batches published" + "".join(
@@ -291,7 +291,7 @@ def check_command(
     from kvtier.cli.event_reports import examine_stream
 
     report = examine_stream(_source(endpoint, replay, topic, curve_key, curve_server), timeout)
-    say(report.lines)
+    print_lines(report.lines)
     raise typer.Exit(0 if report.is_good else 1)
 
 
@@ -304,7 +304,7 @@ def keygen_command(
     from kvtier.events.curve import make_keys
 
     public, secret = make_keys(folder, name)
-    say([f"{public}  public: give it to the other side", f"{secret}  secret: keep it here"])
+    print_lines([f"{public}  public: give it to the other side", f"{secret}  secret: keep it here"])
 
 
 # -- shared by the commands ------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The process of a command: its Ctrl-C, and output that can be closed or full.
+"""Ctrl-C and output of a command, whose streams can be closed or full.
 
 A command mostly imports, for seconds, and has nothing to clean up. Ctrl-C then ends the process at once: an
 exception inside an import may be swallowed, or come out as a traceback. Work that needs a cleanup runs
@@ -61,7 +61,7 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(lines: Iterable[str]) -> None:
+def print_lines(lines: Iterable[str]) -> None:
     """Print lines to stdout, at once."""
     for line in lines:
         print(line)
@@ -69,7 +69,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 def remark(text: str) -> None:
-    """Print a line for people, not output: if it cannot be written, it is dropped."""
+    """Print a line for people to stderr; drop it if it cannot be written, because it is not output."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -77,7 +77,7 @@ def remark(text: str) -> None:
 
 
 def expect_reader() -> None:
-    """Raise `BrokenPipeError` if the reader of our output has gone; a write would tell only later."""
+    """Raise `BrokenPipeError` if the reader of our output has gone; a write would show that only later."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):  # not a real file, as in a test
@@ -109,7 +109,7 @@ def flush_output() -> None:
 
 
 def discard_output() -> None:
-    """Drop pending output: else Python tries again at its end, and complains."""
+    """Drop pending output. Otherwise Python tries to write it again when it ends, and complains."""
     with suppress(OSError, ValueError):  # not a real file, as in a test
         _redirect(sys.stdout.fileno())
 

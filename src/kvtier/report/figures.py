@@ -187,8 +187,8 @@ def _computed(result: DemoResult) -> str:
     ends = {name: plot.y(sums[-1]) - 9 for name, sums in runs.items() if sums}
     if ends and ends["on"] - ends["off"] < 16:  # the labels are too close to be above both lines
         ends["on"] = ends["off"] + 32
-    for name, place in ends.items():
-        plot.text(RIGHT, max(place, TOP + 4), f"{runs[name][-1]:,}", f"value {name}")
+    for name, height in ends.items():
+        plot.text(RIGHT, max(height, TOP + 4), f"{runs[name][-1]:,}", f"value {name}")
     return plot.svg()
 
 
