@@ -1,10 +1,10 @@
-"""The namespace of an engine's bytes. It covers the content of the weights, so it may become known only later.
+"""The namespace of an engine's bytes. It covers the content of the weights, so it may be unknown at first.
 
 `WeightsFiles` are the files of a model's folder that decide what KV it computes, and the files that an index
 in the folder names, wherever they are. Only all of their bytes tell two models apart: a fine-tune has the
 names and sizes of its base, and may differ in one matrix. Reading the files takes about as long as loading
-the model did. So they are read once (`digests` remembers) and beside the engine's work; a `Namespace` reports
-when the result is known. A file of the Hugging Face hub's cache is not read: the cache has named it by its
+the model did. So they are read once (`digests` remembers) and beside the engine's work; a `Namespace`
+reports when the result is known. A file of the Hugging Face hub's cache is not read: the cache has named it by its
 digest, and that name is believed.
 
 Until it is known, nothing may be shared with another process. If the content cannot be known, the namespace

@@ -181,7 +181,7 @@ def test_without_float64_the_report_warns() -> None:
 @given(st.lists(positive, min_size=1), st.sampled_from([Linear.up_to, Log.around]))
 def test_scales_hold_all_values_in_order(values: list[float], make: type[Linear] | type[Log]) -> None:
     scale = make(values)  # type: ignore[call-arg, arg-type]
-    places = [scale.place(value) for value in sorted(values)]
+    places = [scale.position(value) for value in sorted(values)]
     assert places == sorted(places)
     assert all(0 <= place <= 1 for place in places)
 
@@ -192,7 +192,7 @@ def test_ticks_lie_on_the_axis_and_are_few(low: float, ratio: float) -> None:
         ticks = scale.ticks()
         assert 2 <= len(ticks) <= 10
         assert ticks == sorted(set(ticks))
-        assert all(-1e-9 <= scale.place(tick) <= 1 for tick in ticks)
+        assert all(-1e-9 <= scale.position(tick) <= 1 for tick in ticks)
 
 
 def test_a_plot_without_values_is_still_a_plot() -> None:
