@@ -3,8 +3,8 @@
 Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Otherwise a process of
 low priority (`file_hasher`) hashes the content. One small file of the user's (docs/formats.md) keeps the
 digest by path, size, inode, mtime and ctime: mtime can be set back, ctime cannot. That file is only a cache:
-if it is lost, corrupt, out of date or not writable, files are hashed again. Processes that write it at the same
-time may lose entries, which also only costs hashing again.
+if it is lost, corrupt, out of date or not writable, files are hashed again. Processes that write it at the
+same time may lose entries, which also only costs hashing again.
 
 A write through a mapping updates a file's times only if the page was clean. So a file is written back before
 it is hashed. File systems in memory never have clean pages, so digests of their files are not remembered.

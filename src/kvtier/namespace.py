@@ -4,8 +4,8 @@
 in the folder names, wherever they are. Only all of their bytes tell two models apart: a fine-tune has the
 names and sizes of its base, and may differ in one matrix. Reading the files takes about as long as loading
 the model did. So they are read once (`digests` remembers) and beside the engine's work; a `Namespace`
-reports when the result is known. A file of the Hugging Face hub's cache is not read: the cache has named it by its
-digest, and that name is believed.
+reports when the result is known. A file of the Hugging Face hub's cache is not read: the cache has named it
+by its digest, and that name is believed.
 
 Until it is known, nothing may be shared with another process. If the content cannot be known, the namespace
 is random, so that nothing is ever shared. Only `wait` and `manifest` block. Any thread may call all of this.
