@@ -49,7 +49,7 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
-# docs/tuning.md has the measurements for these.
+# docs/cuda-constants.md has the measurements for these.
 MOST_BLOCKS = 4096
 """The most blocks in one piece: the kernel's note of them is kept in pinned memory."""
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
