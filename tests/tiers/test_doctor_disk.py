@@ -8,6 +8,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,33 @@ def test_space_that_the_tier_has_taken_counts_as_room(
     assert check(tmp_path / "kv", taken + 4096).problem is None
     problem = check(tmp_path / "kv", taken + (1 << 20)).problem
     assert problem == f"{tmp_path / 'kv'}: expected room for 1.0 MiB more, found 4.0 KiB"
+
+
+LIMITED = """
+import sys
+from pathlib import Path
+from kvtier.cli import settings
+from kvtier.config import CPUConfig, DiskConfig, KVTierConfig
+from kvtier.machine import Mount
+settings.find_mount = lambda path: Mount(Path("/"), "ext4", False)
+tiers = (DiskConfig(path=sys.argv[1], capacity=1 << 20),)
+(found,) = settings.check_tiers(KVTierConfig(cpu=CPUConfig(capacity=0), tiers=tiers), 4, 4096)
+print(found.problem)
+"""
+
+
+def test_a_disk_that_takes_no_more_is_a_problem(tmp_path: Path) -> None:
+    """A limit of the process stands for a full disk: files cannot grow, and the line says so."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+        check=True,
+    )
+    assert os.strerror(errno.EFBIG) in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
