@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from tests.tiers.test_disk import opened
 
-from kvtier.cli import main, settings
+from kvtier.cli import main
+from kvtier.cli import tiers as tiers_check
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig
 from kvtier.machine import Mount
 
@@ -25,19 +26,19 @@ from kvtier.machine import Mount
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may be slow; only the test of the warning makes a disk slow."""
-    monkeypatch.setattr(settings, "_SLOW", 0.0)
+    monkeypatch.setattr(tiers_check, "_SLOW", 0.0)
 
 
 @pytest.fixture(autouse=True)
 def _on_a_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Where tests run may be memory; only that is made up."""
     if "mount" not in request.fixturenames:
-        monkeypatch.setattr(settings, "find_mount", lambda path: Mount(Path("/"), "ext4", False))
+        monkeypatch.setattr(tiers_check, "find_mount", lambda path: Mount(Path("/"), "ext4", False))
 
 
-def check(path: Path, capacity: int = 1 << 20) -> settings.TierCheck:
+def check(path: Path, capacity: int = 1 << 20) -> tiers_check.TierCheck:
     tiers = (DiskConfig(path=str(path), capacity=capacity),)
-    (found,) = settings.check_tiers(KVTierConfig(cpu=CPUConfig(capacity=0), tiers=tiers), 4, 4096)
+    (found,) = tiers_check.check_tiers(KVTierConfig(cpu=CPUConfig(capacity=0), tiers=tiers), 4, 4096)
     return found
 
 
@@ -99,8 +100,8 @@ def test_space_that_the_tier_has_taken_counts_as_room(
 ) -> None:
     with opened(tmp_path / "kv", 64):
         pass
-    monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: type("", (), {"free": 4096}))
-    taken = sum(place.taken for place in settings.find_places(tmp_path / "kv"))
+    monkeypatch.setattr(tiers_check.shutil, "disk_usage", lambda path: type("", (), {"free": 4096}))
+    taken = sum(place.taken for place in tiers_check.find_places(tmp_path / "kv"))
     assert taken > 0
     assert check(tmp_path / "kv", taken + 4096).problem is None
     problem = check(tmp_path / "kv", taken + (1 << 20)).problem
@@ -110,12 +111,12 @@ def test_space_that_the_tier_has_taken_counts_as_room(
 LIMITED = """
 import sys
 from pathlib import Path
-from kvtier.cli import settings
+from kvtier.cli import tiers as module
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig
 from kvtier.machine import Mount
-settings.find_mount = lambda path: Mount(Path("/"), "ext4", False)
+module.find_mount = lambda path: Mount(Path("/"), "ext4", False)
 tiers = (DiskConfig(path=sys.argv[1], capacity=1 << 20),)
-(found,) = settings.check_tiers(KVTierConfig(cpu=CPUConfig(capacity=0), tiers=tiers), 4, 4096)
+(found,) = module.check_tiers(KVTierConfig(cpu=CPUConfig(capacity=0), tiers=tiers), 4, 4096)
 print(found.problem)
 """
 
@@ -138,7 +139,7 @@ def test_a_full_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(**arguments: object) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(settings.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(tiers_check.tempfile, "mkdtemp", refuse)
     assert check(tmp_path).problem == f"{tmp_path} cannot be written to: No space left on device"
 
 
@@ -154,7 +155,7 @@ def test_a_folder_with_an_owner_is_a_problem(tmp_path: Path) -> None:
 @pytest.fixture
 def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mount | None:
     found: Mount | None = request.param
-    monkeypatch.setattr(settings, "find_mount", lambda path: found)
+    monkeypatch.setattr(tiers_check, "find_mount", lambda path: found)
     return found
 
 
@@ -203,7 +204,7 @@ def test_a_file_system_without_direct_io_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_SLOW", 1e18)
+    monkeypatch.setattr(tiers_check, "_SLOW", 1e18)
     assert "most GPUs compute KV faster" in str(check(tmp_path).warning)
 
 

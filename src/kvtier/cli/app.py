@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
+from kvtier.cli.config import config_app
 from kvtier.cli.demo import demo_command
 from kvtier.cli.disk import disk_app
 from kvtier.cli.doctor import doctor_command
 from kvtier.cli.events import events_app
 from kvtier.cli.index import index_app
-from kvtier.cli.settings import config_app, tiers_app
 from kvtier.cli.streams import INTERRUPTED, remark
+from kvtier.cli.tiers import tiers_app
 
 app = typer.Typer(name="kvtier", add_completion=False, help="Keeps the KV cache that a GPU forgets.")
 app.command("demo")(demo_command)

@@ -31,7 +31,7 @@ from typer import Option
 
 from kvtier import __version__, native
 from kvtier.cli.disk import read_folder
-from kvtier.cli.settings import TierCheck, check_tiers
+from kvtier.cli.tiers import TierCheck, check_tiers
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, format_size
 from kvtier.errors import InputError, PoolError
 from kvtier.integrations import expect_version

@@ -2,8 +2,8 @@
 
 In vLLM's default layout a block is one page for each layer, which a kernel gathers and scatters beside the
 engine's own kernels. With blocks outermost the copy engine moves a block as it is: on an H200 an engine
-with nothing to reuse kept 0.999 of its speed instead of 0.984 (docs/vllm-support.md). vLLM ignores the wish
-with a warning if a backend cannot do it.
+with nothing to reuse kept 0.999 of its speed instead of 0.984 (docs/vllm.md). vLLM ignores the wish with a
+warning if a backend cannot do it.
 
 kvtier does not ask for it if it was not measured to be faster, or could keep an engine from starting: vLLM
 cannot cut blocks that are not dense by layer into the smaller ones of some kernels, and children of a
