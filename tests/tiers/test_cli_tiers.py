@@ -40,7 +40,7 @@ def disk(path: Path) -> dict[str, Any]:
     return {"disk": {"path": str(path), "capacity": "4MiB"}}
 
 
-def test_working_tiers_are_measured_and_left_empty(
+def test_a_working_tier_is_measured_and_nothing_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], server: ValkeyServer
 ) -> None:
     password = tmp_path / "password"
@@ -61,7 +61,7 @@ def test_working_tiers_are_measured_and_left_empty(
     assert second["put_bytes_per_second"] > 0
 
 
-def test_a_broken_tier_is_reported_in_one_line(
+def test_a_broken_tier_is_reported_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], server: ValkeyServer
 ) -> None:
     port = free_port()
