@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["run"]
-
 
 def run() -> int:
     """Run the command line of this process and return its exit code."""

@@ -6,6 +6,8 @@ extra config of an engine's connector. Sizes and times are readable (`"8GiB"`, `
 errors with a suggestion, and the names of vLLM's own offloading connector are understood. Every error is a
 `ConfigError` of one line. `OffloadingConfig` adds the engine's geometry and derives every size that the rest
 of kvtier needs. All objects are immutable and may be shared by any thread.
+
+Names imported with `as` are part of this module's surface: the settings of tiers, and sizes and times.
 """
 
 from __future__ import annotations
@@ -26,11 +28,8 @@ from kvtier.config_fields import (
     at_least,
     check_names,
     expect_table,
-    format_size,
     instance,
     optional,
-    parse_duration,
-    parse_size,
     read_duration,
     read_fields,
     read_flag,
@@ -41,27 +40,17 @@ from kvtier.config_fields import (
     read_text,
     setting,
 )
+from kvtier.config_fields import format_size as format_size
+from kvtier.config_fields import parse_duration as parse_duration
+from kvtier.config_fields import parse_size as parse_size
 from kvtier.errors import ConfigError, show_value
 from kvtier.namespace import Namespace
-from kvtier.tier_config import DiskConfig, MooncakeConfig, ObjectConfig, TierConfig, ValkeyConfig, read_tiers
-
-__all__ = [
-    "LEAST_STAGING",
-    "ROW_ALIGNMENT",
-    "CPUConfig",
-    "DiskConfig",
-    "GroupConfig",
-    "KVTierConfig",
-    "MooncakeConfig",
-    "ObjectConfig",
-    "OffloadingConfig",
-    "Recompute",
-    "TierConfig",
-    "ValkeyConfig",
-    "format_size",
-    "parse_duration",
-    "parse_size",
-]
+from kvtier.tier_config import DiskConfig as DiskConfig
+from kvtier.tier_config import MooncakeConfig as MooncakeConfig
+from kvtier.tier_config import ObjectConfig as ObjectConfig
+from kvtier.tier_config import TierConfig as TierConfig
+from kvtier.tier_config import ValkeyConfig as ValkeyConfig
+from kvtier.tier_config import read_tiers
 
 ROW_ALIGNMENT = 4096
 """Rows are whole pages of host memory, so that any row can be read and written with direct I/O."""
@@ -123,7 +112,7 @@ class CPUConfig:
 class KVTierConfig:
     """Everything a user may set.
 
-    `chunk_tokens` is another way to say `blocks_per_chunk`, resolved when the engine's block size is known.
+    `chunk_tokens` is `blocks_per_chunk` in tokens, resolved when the engine's block size is known.
     Deadlines are in seconds. A chunk is admitted once it has been offered `store_threshold` times; with 0 or
     1 it is admitted at once. `staging` is memory of a CUDA device, for the buffers of both directions
     together. `audit` is the share of computed tokens that may be spent on audits: 0 for none, 1 for an audit
@@ -225,7 +214,7 @@ class OffloadingConfig:
     ranks stores it and all load it. Image i then belongs to `replicas` ranks, from rank `i * replicas` on.
 
     A shorter image, of a group with smaller blocks or of a rank with fewer layers, leaves the rest of its
-    place unused. `groups` are the groups of this rank. Where ranks have different layers (pipeline stages),
+    room unused. `groups` are the groups of this rank. Where ranks have different layers (pipeline stages),
     `bytes_by_rank` gives the bytes of a block for each rank and group; if it is empty, all ranks are like
     this one. All processes of one start of the engine share a `launch_id`, which no other start has; it may
     be empty if `engine_id` is unique. With `scheduler_apart` the scheduler does not live in the process of
@@ -253,7 +242,7 @@ class OffloadingConfig:
     number_format: str = setting(read_text, "")
     """The format of the values in the caches, as torch names it; it may be empty without audits."""
     audit_tolerance: float = setting(read_number, 0.0)
-    """The largest distance of rows of the same KV (`transfer.compare.tolerance`); 0: no audits."""
+    """The largest distance of rows of the same KV (`transfer.compare.tolerance`); 0 means no audits."""
     may_load: bool = setting(read_flag, True)
     """Whether the engine loads anything, from the pool or from a tier below it."""
     may_store: bool = setting(read_flag, True)
@@ -375,7 +364,7 @@ class OffloadingConfig:
 
     @property
     def max_image_bytes(self) -> int:
-        """The bytes of one image's place in a row: as many as the largest group of any rank needs."""
+        """The bytes that a row reserves for one image: as many as the largest group of any rank needs."""
         ranks = self.bytes_by_rank or (tuple(group.bytes_per_block for group in self.groups),)
         return self.settings.blocks_per_chunk * max(max(sizes) for sizes in ranks)
 

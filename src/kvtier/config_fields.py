@@ -19,31 +19,6 @@ from typing import Any
 
 from kvtier.errors import ConfigError, show_value
 
-__all__ = [
-    "LARGEST",
-    "Reader",
-    "at_least",
-    "check_names",
-    "expect_table",
-    "format_size",
-    "instance",
-    "one_of",
-    "optional",
-    "parse_duration",
-    "parse_size",
-    "read_duration",
-    "read_fields",
-    "read_flag",
-    "read_name",
-    "read_number",
-    "read_path",
-    "read_share",
-    "read_size",
-    "read_text",
-    "setting",
-    "shown",
-]
-
 LARGEST = (1 << 63) - 1
 """The most bytes that a file or a memory can have."""
 _MOST = (1 << 31) - 1
@@ -164,7 +139,7 @@ def read_text(path: str, value: object) -> str:
 
 
 def is_text(value: object) -> bool:
-    """Say whether a value is a string that can be encoded: JSON may bring half a surrogate pair."""
+    """Return whether a value is a string that can be encoded: JSON may bring half a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

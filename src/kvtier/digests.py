@@ -1,10 +1,10 @@
 """SHA-256 of whole files: each is read once, and its digest is remembered until the file changes.
 
-Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Else a process of low
-priority (`file_hasher`) hashes the content. One small file of the user's (docs/formats.md) keeps the digest
-by path, size, inode, mtime and ctime: mtime can be set back, ctime cannot. That file is only a cache: if it
-is lost, corrupt, out of date or not writable, files are hashed again. Processes that write it at the same
-time may lose entries, which also only costs hashing again.
+Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Otherwise a process of
+low priority (`file_hasher`) hashes the content. One small file of the user's (docs/formats.md) keeps the
+digest by path, size, inode, mtime and ctime: mtime can be set back, ctime cannot. That file is only a cache:
+if it is lost, corrupt, out of date or not writable, files are hashed again. Processes that write it at the
+same time may lose entries, which also only costs hashing again.
 
 A write through a mapping updates a file's times only if the page was clean. So a file is written back before
 it is hashed. File systems in memory never have clean pages, so digests of their files are not remembered.
@@ -33,8 +33,7 @@ import msgspec
 
 from kvtier import file_hasher
 from kvtier.errors import OutsideError
-
-__all__ = ["Digests", "FileState", "default_file", "hub_digest"]
+from kvtier.machine import is_in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +44,10 @@ second of two changes in one tick.
 """
 _MOST_ENTRIES = 4096
 _SHA256 = re.compile("[0-9a-f]{64}")
-_MOUNTS = Path("/proc/self/mountinfo")
-_MOUNT = re.compile(rb"^\S+ \S+ (\S+) .*? - (\S+) ", re.MULTILINE)  # device and file system of a line
-_IN_MEMORY = {b"devtmpfs", b"hugetlbfs", b"ramfs", b"rootfs", b"tmpfs"}
 
 
 class FileState(NamedTuple):
-    """The numbers that tell whether a file is still the same."""
+    """The numbers that show whether a file is still the same."""
 
     size: int
     inode: int
@@ -92,7 +88,7 @@ def default_file() -> Path | None:
 
 
 class Digests:
-    """The SHA-256 digests of files, remembered in `file`; with None they are not remembered."""
+    """Computes SHA-256 digests of files and remembers them in `file`; with None it remembers none."""
 
     def __init__(self, file: Path | None, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.file = file
@@ -116,8 +112,8 @@ class Digests:
             _expect(state, FileState.of(stream.fileno()))
             digest = sha256(stream.read()).hexdigest() if state.size <= _SMALL else _hash_elsewhere(stream)
             _expect(state, FileState.of(stream.fileno()))
-            is_in_memory = _is_in_memory(os.fstat(stream.fileno()).st_dev)
-        if self._now_ns() - state.ctime_ns > _SETTLED_NS and not is_in_memory:
+            in_memory = is_in_memory(os.fstat(stream.fileno()).st_dev)
+        if self._now_ns() - state.ctime_ns > _SETTLED_NS and not in_memory:
             self._remember(path, state, digest)
         return digest
 
@@ -170,18 +166,8 @@ def _write_back(descriptor: int) -> None:
         os.fsync(descriptor)
 
 
-def _is_in_memory(device: int) -> bool:
-    """Say whether a file system is in memory; False if the system does not say."""
-    number = b"%d:%d" % (os.major(device), os.minor(device))
-    with suppress(OSError):
-        return any(
-            found == number and kind in _IN_MEMORY for found, kind in _MOUNT.findall(_MOUNTS.read_bytes())
-        )
-    return False
-
-
 def _is_text(path: str) -> bool:
-    """Say whether JSON can hold a path: file names are bytes and need not be UTF-8."""
+    """Return whether JSON can hold a path: file names are bytes and need not be UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -211,7 +197,7 @@ def hub_digest(path: Path) -> str | None:
     """Return the digest in the name that a hub's cache gave a file; None for any other file.
 
     `models--ORG--NAME/snapshots/COMMIT/FILE` is a link to `models--ORG--NAME/blobs/SHA256`. Small files are
-    named by git's SHA-1 instead and give None: else one content would have two digests.
+    named by git's SHA-1 instead and give None, since otherwise one content would have two digests.
     """
     path = path.parent.resolve() / path.name
     repository = next((folder.parent for folder in path.parents if _is_snapshots(folder)), None)

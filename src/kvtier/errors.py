@@ -15,19 +15,6 @@ A miss, a full tier and a pending chunk are return values, never exceptions. Any
 
 from __future__ import annotations
 
-__all__ = [
-    "ConfigError",
-    "InputError",
-    "IntegrityError",
-    "KVTierError",
-    "LayoutError",
-    "ModelError",
-    "OutsideError",
-    "PoolError",
-    "TransferError",
-    "show_value",
-]
-
 _SHOWN = 80
 
 

@@ -12,8 +12,6 @@ import os
 import sys
 from hashlib import sha256
 
-__all__ = ["main"]
-
 _NICENESS = 10  # a tenth of a core when all cores are busy; at 19 a large model would then take hours
 _BUFFER = 4 << 20
 

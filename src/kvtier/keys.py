@@ -10,7 +10,7 @@ different inputs ever feed the hash the same bytes:
     plain = H("kvtier block",  parent . tokens)
     extra = H("kvtier block+", parent . number of tokens . tokens . (tag . length . payload)*)
 
-A small C module chains plain blocks where it was compiled, else Python does, with the same hashes (see
+A small C module chains plain blocks where it was compiled, otherwise Python does, with the same hashes (see
 `HASHED_BY`). Everything here is pure and may be called from any thread. A change in the input of a hash
 orphans every stored row: bump `FORMAT_VERSION`.
 """
@@ -31,29 +31,6 @@ import numpy.typing as npt
 
 from kvtier.errors import InputError
 from kvtier.native import form_of, uses_c
-
-__all__ = [
-    "FORMAT_VERSION",
-    "HASHED_BY",
-    "BlockHash",
-    "ExtraKey",
-    "LoRAKey",
-    "MultiModalItem",
-    "MultiModalKey",
-    "OffloadKey",
-    "PromptEmbedsKey",
-    "SaltKey",
-    "Tokens",
-    "extra_keys_of",
-    "fingerprint",
-    "get_offload_block_hash",
-    "get_offload_group_idx",
-    "hash_blocks",
-    "hash_to_u64",
-    "make_offload_key",
-    "make_offload_keys",
-    "root_hash",
-]
 
 FORMAT_VERSION = 1
 """The version of everything that two engines must agree on to share bytes.

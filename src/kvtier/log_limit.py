@@ -1,6 +1,7 @@
-"""`LogLimit`: keeps lines that a client or a peer can cause as often as it likes from flooding the log.
+"""`LogLimit` keeps lines that a client or a peer can cause as often as it likes from flooding the log.
 
-One line of each kind is logged in a minute; the next one says how many were withheld. Any thread.
+One line of each kind is logged in a minute; the next one says how many were withheld. Any thread
+may call it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LogLimit"]
-
 
 class LogLimit:
-    """The limit of one kind of line: `if (more := limit.admit()) is not None: logger.warning(...)`."""
+    """Limits one kind of line: `if (more := limit.admit()) is not None: logger.warning(...)`."""
 
     def __init__(self, interval: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval, self._clock = interval, clock
@@ -22,9 +21,9 @@ class LogLimit:
         self._withheld = 0
 
     def admit(self) -> str | None:
-        """Return the end of a line that may be logged now; `None`: count the line, and do not log it.
+        """Return the end of a line that may be logged now, or `None` if the line must be withheld.
 
-        The end tells how many lines were withheld, and is empty if none was.
+        A withheld line is counted. The end says how many lines were withheld, and is empty if none was.
         """
         with self._lock:
             if (now := self._clock()) < self._quiet_until:

@@ -1,11 +1,11 @@
-"""The namespace of an engine's bytes. It covers the content of the weights, so it may be known only later.
+"""The namespace of an engine's bytes. It covers the content of the weights, so it may be unknown at first.
 
 `WeightsFiles` are the files of a model's folder that decide what KV it computes, and the files that an index
 in the folder names, wherever they are. Only all of their bytes tell two models apart: a fine-tune has the
 names and sizes of its base, and may differ in one matrix. Reading the files takes about as long as loading
-the model did. So they are read once (`digests` remembers) and beside the engine's work; a `Namespace` tells
-when the result is known. A file of the Hugging Face hub's cache is not read: the cache has named it by its
-digest, and that name is believed.
+the model did. So they are read once (`digests` remembers) and beside the engine's work; a `Namespace`
+reports when the result is known. A file of the Hugging Face hub's cache is not read: the cache has named it
+by its digest, and that name is believed.
 
 Until it is known, nothing may be shared with another process. If the content cannot be known, the namespace
 is random, so that nothing is ever shared. Only `wait` and `manifest` block. Any thread may call all of this.
@@ -22,8 +22,6 @@ from threading import Event, Thread
 
 from kvtier.digests import Digests, FileState, default_file
 from kvtier.errors import OutsideError, show_value
-
-__all__ = ["Namespace", "WeightsFiles"]
 
 _WEIGHTS = {
     ".bin",
@@ -49,7 +47,7 @@ Each of them may change KV.
 """
 
 _INDEX = ".index.json"
-"""The end of the name of an index, which tells the file of each tensor."""
+"""The end of the name of an index, which gives the file of each tensor."""
 
 _WITHOUT_EFFECT = {
     # These act before the KV is computed (text to tokens) or after it (logits to text). The settings of a
@@ -163,15 +161,17 @@ class Namespace:
     If it could not be computed, `problem` says why, and the namespace is random: equal to no other.
     """
 
-    def __init__(self, compute: Callable[[], str], tell: Callable[[Namespace], None] | None = None) -> None:
+    def __init__(
+        self, compute: Callable[[], str], on_known: Callable[[Namespace], None] | None = None
+    ) -> None:
         """Start the thread that computes.
 
-        It calls `tell` when the namespace is known. It does not keep the process alive.
+        It calls `on_known` when the namespace is known. It does not keep the process alive.
         """
         self.problem: str | None = None
         self._value = ""
         self._known = Event()
-        Thread(target=self._run, args=(compute, tell), name="kvtier-namespace", daemon=True).start()
+        Thread(target=self._run, args=(compute, on_known), name="kvtier-namespace", daemon=True).start()
 
     def get_nowait(self) -> str | None:
         """Return the namespace, or None while it is not known: the caller must then share nothing."""
@@ -185,11 +185,11 @@ class Namespace:
         self._known.wait(timeout)
         return self.get_nowait()
 
-    def _run(self, compute: Callable[[], str], tell: Callable[[Namespace], None] | None) -> None:
+    def _run(self, compute: Callable[[], str], on_known: Callable[[Namespace], None] | None) -> None:
         try:
             self._value = compute()
         except Exception as error:
             self.problem, self._value = str(error), secrets.token_hex(32)
         self._known.set()
-        if tell is not None:
-            tell(self)
+        if on_known is not None:
+            on_known(self)

@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from kvtier.config import format_size
 from kvtier.errors import InputError, IntegrityError, PoolError, show_value
-from kvtier.memory_limits import expect_free_memory
+from kvtier.machine import expect_free_memory
 from kvtier.rendezvous import announce, default_directory, find, lock_and_sweep, path_of
 
 _HEADER_BYTES = 4096

@@ -34,16 +34,6 @@ from kvtier.config_fields import (
 )
 from kvtier.errors import ConfigError, show_value
 
-__all__ = [
-    "DiskConfig",
-    "MooncakeConfig",
-    "ObjectConfig",
-    "SharedTierConfig",
-    "TierConfig",
-    "ValkeyConfig",
-    "read_tiers",
-]
-
 _WRITES_A_DAY = 4
 """The default daily write limit, in capacities: about what a data-centre disk is made for, or a little more.
 """
@@ -96,7 +86,7 @@ def _read_url(*schemes: str, users: bool = False) -> Any:
 
 
 def _is_database(parts: SplitResult) -> bool:
-    """Say whether the query of an address is the database of a Unix socket."""
+    """Return whether the query of an address is the database of a Unix socket."""
     return parts.scheme == "unix" and parts.query.startswith("db=") and parts.query.isascii()
 
 
@@ -163,13 +153,14 @@ class _TierTable:
 class DiskConfig(_TierTable):
     """A tier on a local disk: at most `capacity` bytes in the folder `path`, all files and ranks together.
 
-    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
-    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) a row is written
-    only when it is offered a second time. `durability`: `periodic` syncs every few seconds, for machines
-    that lose power; correct bytes never depend on it. `required`: the engine does not start without this
-    tier. `engines` is the number of data-parallel engines that share the capacity. It is needed where the
-    engine does not know that number, as in vLLM with a dense model. `take_over_unused`: a start without room
-    removes rows of other models that nobody has used for that long; by default it never does.
+    With `write` set to `through`, a row is written when it becomes ready in the pool; with `evict`, before
+    it leaves. Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0 means no limit)
+    a row is written only when it is offered a second time. With `durability` set to `periodic`, the files
+    are synced every few seconds, for machines that lose power; correct bytes never depend on it. With
+    `required`, the engine does not start without this tier. `engines` is the number of data-parallel engines
+    that share the capacity. It is needed where the engine does not know that number, as in vLLM with a dense
+    model. With `take_over_unused`, a start without room removes rows of other models that nobody has used
+    for that long; by default it never does.
     """
 
     kind: ClassVar[str] = "disk"

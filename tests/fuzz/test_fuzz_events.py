@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tests.fuzz.mutate import corpus, mutate
 
-from kvtier.cli.event_lines import HumanLines, JSONLines
+from kvtier.cli.event_reports import HumanLines, JSONLines
 from kvtier.errors import InputError
 from kvtier.events.recording import RecordedBatch, RecordingReader, RecordingWriter
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch

@@ -15,12 +15,12 @@ from rich.console import Console
 from tests.unit.demo_kit import demo_result, with_wrong_token
 
 import kvtier
-from kvtier.cli import checks, main
+from kvtier.cli import doctor, main
 from kvtier.cli.display import ProgressDisplay, print_result
 from kvtier.config import KVTierConfig
 from kvtier.demo.summary import summarize
 from kvtier.errors import IntegrityError, PoolError
-from kvtier.memory_limits import MemoryBound
+from kvtier.machine import MemoryBound
 from kvtier.rendezvous import locked
 
 WITHOUT_TORCH = (
@@ -194,7 +194,7 @@ def test_the_demo_ends_in_a_table_a_report_and_json(
 ) -> None:
     assert main(["demo", "--json", "result.json", "--report", "page.html", "--seed", "5"]) == 0
     out = capsys.readouterr().out
-    assert "8.75× sooner" in out
+    assert "8.75×" in out
     assert "✓ identical: all 72 generated tokens are the same in both runs" in out
     assert json.loads((here / "result.json").read_text())["identical"] is True
     assert "kvtier demo --json result.json --report page.html --seed 5" in (here / "page.html").read_text()
@@ -444,9 +444,9 @@ def test_doctor_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str])
 def test_doctor_fails_if_a_package_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = checks._version_of
+    found = doctor._version_of
     monkeypatch.setattr(
-        checks, "_version_of", lambda package: None if package == "xxhash" else found(package)
+        doctor, "_version_of", lambda package: None if package == "xxhash" else found(package)
     )
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -458,31 +458,31 @@ def test_doctor_fails_if_a_package_is_missing(
 
 @pytest.mark.parametrize(("installed", "status"), [("0.32.0", "ok"), ("0.31.2", "warn"), ("0.33.0", "warn")])
 def test_doctor_knows_which_vllm_fits(installed: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_version_of", lambda package: installed if package == "vllm" else None)
-    assert checks._check_vllm().status.value == status
+    monkeypatch.setattr(doctor, "_version_of", lambda package: installed if package == "vllm" else None)
+    assert doctor._check_vllm().status.value == status
 
 
 def test_doctor_and_the_integration_want_the_same_vllm() -> None:
     source = (Path(kvtier.__file__).parent / "integrations" / "vllm" / "__init__.py").read_text()
-    assert 'at_least="{}", below="{}"'.format(*checks.VLLM_VERSIONS) in source
+    assert 'at_least="{}", below="{}"'.format(*doctor.VLLM_VERSIONS) in source
 
 
 def test_doctor_finds_pools_that_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "default_directory", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "default_directory", lambda: tmp_path)
     left, held = tmp_path / "kvtier-left.pool", tmp_path / "kvtier-held.pool"
     left.touch()
     held.touch()
     with held.open() as party:
         fcntl.flock(party, fcntl.LOCK_SH)
-        found = checks._check_leftovers()
-        assert found == checks.Check(
-            "shared pools", checks.Status.WARN, f"1 left behind in {tmp_path}", f"rm {left}"
+        found = doctor._check_leftovers()
+        assert found == doctor.Check(
+            "shared pools", doctor.Status.WARN, f"1 left behind in {tmp_path}", f"rm {left}"
         )
         left.unlink()
-        assert checks._check_leftovers().detail == f"1 starting up, none left behind in {tmp_path}"
+        assert doctor._check_leftovers().detail == f"1 starting up, none left behind in {tmp_path}"
     assert held.exists()
     with locked(tmp_path):
-        assert "locked by another process" in checks._check_leftovers().detail
+        assert "locked by another process" in doctor._check_leftovers().detail
 
 
 @pytest.mark.parametrize(
@@ -496,8 +496,8 @@ def test_doctor_tells_nobody_to_run_what_a_file_is_called(
     folder.mkdir()
     left = Path(os.fsdecode(os.fsencode(folder) + b"/kvtier-" + name + b".pool"))
     left.touch()
-    monkeypatch.setattr(checks, "default_directory", lambda: folder)
-    hint = checks._check_leftovers().hint
+    monkeypatch.setattr(doctor, "default_directory", lambda: folder)
+    hint = doctor._check_leftovers().hint
     assert hint.isprintable()
     main(["doctor"])
     assert set("\x1b\r\x7f").isdisjoint(capsys.readouterr().out)
@@ -509,9 +509,18 @@ def test_doctor_tells_nobody_to_run_what_a_file_is_called(
 def test_doctor_says_what_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as what a pool goes by: a control group that is nearly full is not hidden by its limit."""
     monkeypatch.setattr(
-        checks, "free_memory", lambda: MemoryBound(100 << 20, "is left of the 8.0 GiB that ...")
+        doctor, "free_memory", lambda: MemoryBound(100 << 20, "is left of the 8.0 GiB that ...")
     )
-    found = checks._check_memory()
-    assert (found.status, found.detail) == (checks.Status.WARN, "100.0 MiB is left of the 8.0 GiB that ...")
-    monkeypatch.setattr(checks, "free_memory", lambda: None)
-    assert checks._check_memory().detail == "this system does not say how much is available"
+    found = doctor._check_memory()
+    assert (found.status, found.detail) == (doctor.Status.WARN, "100.0 MiB is left of the 8.0 GiB that ...")
+    monkeypatch.setattr(doctor, "free_memory", lambda: None)
+    assert doctor._check_memory().detail == "this system does not say how much is available"
+
+
+def test_doctor_reports_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    unset = doctor._check_seed()
+    assert "nothing with xxhash" in unset.detail
+    assert unset.hint.endswith("export PYTHONHASHSEED=0")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert doctor._check_seed().hint == ""

@@ -115,7 +115,7 @@ def test_an_interrupt_in_the_middle_is_one_line(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"settings.json", "recording"}
 
 
-def test_where_interrupts_are_ignored_they_stay_so(folder: Path) -> None:
+def test_ignored_interrupts_stay_ignored(folder: Path) -> None:
     """A script has its commands in the background ignore Ctrl-C."""
     script = "import signal, sys; from kvtier.cli import main; main(); signal.raise_signal(signal.SIGINT)"
     shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", script, "--version"]
@@ -179,7 +179,7 @@ def test_an_error_that_cannot_be_said_is_still_one(where: str, folder: Path) -> 
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_what_the_output_has_no_character_for_is_written_in_ascii(folder: Path) -> None:
+def test_characters_that_the_output_lacks_are_written_in_ascii(folder: Path) -> None:
     """A policy of another script, and a terminal that knows Latin only."""
     (folder / "пол.py").write_text("from kvtier.policies import LRUPolicy\n\n\nclass P(LRUPolicy): ...\n")
     (folder / "settings.json").write_text('{"cpu": {"capacity": 1, "policy": "пол:P"}}')

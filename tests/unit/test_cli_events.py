@@ -24,8 +24,7 @@ import zmq
 from tests.ports import free_port, free_ports
 
 from kvtier.cli import main
-from kvtier.cli.event_check import AnnouncedBlocks
-from kvtier.cli.event_lines import HumanLines, JSONLines
+from kvtier.cli.event_reports import AnnouncedBlocks, HumanLines, JSONLines
 from kvtier.cli.events import _paced, _record
 from kvtier.events import (
     AllBlocksCleared,

@@ -124,7 +124,7 @@ class TestSizes:
     @pytest.mark.parametrize(
         "huge", [2**63, 10**400, 10**5000, 1e300, "9" * 30, "8EiB", "99999999PB"], ids=kind
     )
-    def test_what_no_machine_has_is_refused(self, huge: object) -> None:
+    def test_sizes_beyond_any_machine_are_refused(self, huge: object) -> None:
         with pytest.raises(
             ConfigError, match=r"^cpu\.capacity: expected a size below 8\.0 EiB, got "
         ) as caught:
@@ -132,7 +132,7 @@ class TestSizes:
         assert len(str(caught.value)) < 200
 
     @pytest.mark.parametrize("unreadable", ["9" * 5000, -(10**5000), "9" * 5000 + "GiB", NESTED], ids=kind)
-    def test_what_cannot_even_be_printed_is_refused(self, unreadable: object) -> None:
+    def test_values_that_cannot_be_printed_are_refused(self, unreadable: object) -> None:
         with pytest.raises(ConfigError, match=r"^cpu\.capacity: expected a size such as 8GiB") as caught:
             parse_size(unreadable, "cpu.capacity")
         assert len(str(caught.value)) < 200
@@ -151,7 +151,7 @@ class TestSizes:
         assert format_size(size) == text
 
     @given(st.integers(0, 2**60))
-    def test_what_is_written_reads_back(self, size: int) -> None:
+    def test_written_sizes_read_back(self, size: int) -> None:
         assert parse_size(format_size(size)) == pytest.approx(size, rel=0.06)
 
 
@@ -590,14 +590,14 @@ class TestFromFile:
             assert KVTierConfig.from_file(tmp_path / name).cpu.capacity == 5
 
     @pytest.mark.parametrize("content", [b"\xff\xfe{\x00}\x00", b'{"cpu": "\xff"}', bytes(range(256))])
-    def test_what_is_not_utf_8_is_refused(self, tmp_path: Path, content: bytes) -> None:
+    def test_files_that_are_not_utf_8_are_refused(self, tmp_path: Path, content: bytes) -> None:
         for name in ("c.json", "c.toml"):
             (tmp_path / name).write_bytes(content)
             with pytest.raises(ConfigError, match=rf"{name}: expected .*'utf-8' codec can't decode"):
                 KVTierConfig.from_file(tmp_path / name)
 
     @pytest.mark.parametrize("path", ["", ".", "a\0b", "/dev/null/c.json", "\udcff.json"])
-    def test_what_is_no_file_is_refused(self, path: str) -> None:
+    def test_paths_that_are_no_file_are_refused(self, path: str) -> None:
         with pytest.raises(ConfigError, match="cannot read this file: "):
             KVTierConfig.from_file(path)
 

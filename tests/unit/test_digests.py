@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvtier import digests as module
+from kvtier import machine
 from kvtier.digests import Digests, FileState, default_file, hub_digest
 from kvtier.errors import OutsideError
 
@@ -174,7 +175,7 @@ class TestRemembered:
     @pytest.fixture(autouse=True)
     def disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the folder of the tests for one on a disk, whatever it is."""
-        monkeypatch.setattr(module, "_MOUNTS", tmp_path / "no such file")
+        monkeypatch.setattr(machine, "_MOUNTS", tmp_path / "no such file")
 
     def test_nothing_is_read_again(self, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert digest(file, Digests(memory, later)) == SHA
@@ -238,7 +239,7 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         assert memory.stat().st_mode & 0o777 == 0o600
         assert [path.name for path in memory.parent.iterdir()] == ["digests.json"]
 
-    def test_what_others_have_written_stays(self, file: Path, memory: Path) -> None:
+    def test_entries_of_other_processes_stay(self, file: Path, memory: Path) -> None:
         mine, theirs = Digests(memory, later), Digests(memory, later)
         other = file.with_name("other.bin")
         other.write_bytes(b"other")
@@ -298,7 +299,7 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         assert not memory.exists()
         assert caplog.text == ""
 
-    def test_where(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_file_is_in_the_cache_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
         assert default_file() == Path("/somewhere/kvtier/digests.json")
         monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
@@ -339,8 +340,8 @@ class TestMapped:
 2 1 {number} / /mnt/a\\040-\\040b rw,relatime shared:3 master:2 - {kind} - rw,size=4k
 3 1 0:1001 / /ram rw - ramfs none rw
 """
-        monkeypatch.setattr(module, "_MOUNTS", file.with_name("mountinfo"))
-        module._MOUNTS.write_text(mounts)
+        monkeypatch.setattr(machine, "_MOUNTS", file.with_name("mountinfo"))
+        machine._MOUNTS.write_text(mounts)
         assert digest(file, Digests(memory, later)) == SHA
         assert memory.exists() is kept
 

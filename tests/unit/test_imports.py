@@ -18,7 +18,7 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 
 BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "residency", "tier_config"}
-BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool", "slot_table"}
+BELOW_TRANSFER = BASE | {"machine", "policies", "pool", "slot_table"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
@@ -28,9 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_fields": {"errors"},
     "tier_config": {"errors", "config_fields"},
     "config": {"errors", "namespace", "config_fields", "tier_config"},
-    "digests": {"errors", "file_hasher"},
+    "digests": {"errors", "file_hasher", "machine"},
     "file_hasher": set(),
-    "file_systems": set(),
+    "machine": {"config_fields", "errors"},
     "namespace": {"digests", "errors"},
     "log_limit": set(),
     "native": {"errors"},
@@ -38,9 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "residency": {"keys"},
     "policies": BASE | {"native"},
     "slot_table": BASE | {"policies"},
-    "memory_limits": {"config", "errors"},
     "rendezvous": {"errors"},
-    "pool": BASE | {"memory_limits", "rendezvous"},
+    "pool": BASE | {"machine", "rendezvous"},
     "events": {"errors", "keys", "log_limit", "residency"},
     "metrics": {"errors"},
     "index": {"errors", "events", "keys", "log_limit", "metrics"},

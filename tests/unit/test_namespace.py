@@ -92,7 +92,7 @@ class TestWeightsFiles:
         hub_file(tmp_path / "hub", b"weights", blob="a" * 40, name="config.json")
         assert manifest(snapshot) == manifest(write(tmp_path / "plain", "model.safetensors", "config.json"))
 
-    def test_which_files_count(self, tmp_path: Path) -> None:
+    def test_weights_and_their_shapes_count(self, tmp_path: Path) -> None:
         counted = [
             "added_tokens.json",
             "config.json",
@@ -191,7 +191,7 @@ class TestWeightsFiles:
         ):
             manifest(write(tmp_path, *files))
 
-    def test_what_cannot_be_read_is_refused(self, tmp_path: Path) -> None:
+    def test_unreadable_files_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(
             OutsideError, match="nowhere: expected a file or folder that can be read: No such file"
         ):
@@ -246,7 +246,7 @@ class TestNamespace:
         assert seen == ["name"]
 
     @pytest.mark.parametrize("error", [OutsideError("model.bin: gone"), ValueError("model.bin: gone")])
-    def test_what_cannot_be_computed_is_like_no_other(self, error: Exception) -> None:
+    def test_a_failed_computation_gives_a_random_namespace(self, error: Exception) -> None:
         def fail() -> str:
             raise error
 

@@ -76,7 +76,7 @@ def test_a_loop_that_was_not_compiled_is_pythons(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_doctor_says_that_they_are_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.cli.checks import Status, examine
+    from kvtier.cli.doctor import Status, examine
 
     monkeypatch.setenv(native.VARIABLE, "python")
     (found,) = (check for check in examine() if check.name == "compiled parts")

@@ -21,7 +21,7 @@ import kvtier.offload
 from kvtier.config import DiskConfig, MooncakeConfig, OffloadingConfig
 from kvtier.errors import ConfigError, LayoutError, OutsideError, PoolError
 from kvtier.keys import make_offload_key
-from kvtier.memory_limits import MemoryBound
+from kvtier.machine import MemoryBound
 from kvtier.offload import (
     CPULoadStoreSpec,
     CPUOffloadingManager,
@@ -193,9 +193,7 @@ def test_a_rank_of_another_launch_is_refused() -> None:
 
 def test_memory_that_the_workers_have_taken_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler comes last, when the pool is reserved or pinned: it may be more than what is left."""
-    monkeypatch.setattr(
-        "kvtier.memory_limits.free_memory", lambda root: MemoryBound(0, "of memory is available")
-    )
+    monkeypatch.setattr("kvtier.machine.free_memory", lambda root: MemoryBound(0, "of memory is available"))
     CPUOffloadingSpec(make_config(make_caches("kv_first"))).get_manager().check()
 
 

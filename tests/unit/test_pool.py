@@ -20,7 +20,7 @@ import pytest
 
 import kvtier.rendezvous
 from kvtier.errors import InputError, IntegrityError, PoolError
-from kvtier.memory_limits import free_memory
+from kvtier.machine import free_memory
 from kvtier.pool import MAX_PARTIES, Pool
 
 ROW = 4096

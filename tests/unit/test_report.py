@@ -14,8 +14,8 @@ from tests.unit.demo_kit import demo_result, with_restart, with_wrong_token
 
 from kvtier.demo.result import DemoResult
 from kvtier.report import render_report
+from kvtier.report.page import STYLE
 from kvtier.report.plots import HEIGHT, WIDTH, Linear, Log, Plot
-from kvtier.report.style import STYLE
 
 positive = st.floats(min_value=1e-3, max_value=1e9)
 
@@ -36,7 +36,7 @@ def test_it_loads_nothing_from_elsewhere() -> None:
 
 def test_the_headline_says_it_all() -> None:
     header = text_of(next(parse(demo_result()).iter("header")))
-    assert "First token 8.75× sooner" in header
+    assert "First token 8.75× faster" in header
     assert "✓ identical: all 72 generated tokens are the same" in header
     assert "700 ms → 80.0 ms" in header
 
@@ -70,7 +70,7 @@ def test_a_difference_is_not_hidden() -> None:
     header = text_of(next(parse(with_wrong_token(demo_result())).iter("header")))
     assert "✗ tokens differ: conversation 4, turn 1, answer token 2" in header
     assert "Tokens differ" in header
-    assert "sooner" not in header
+    assert "faster" not in header
     assert "identical" not in header
 
 
@@ -127,7 +127,7 @@ def test_bars_are_as_high_as_their_tokens() -> None:
     assert heights["fill recomputed"] / heights["fill gpu"] == pytest.approx(40 / 192, rel=0.02)
 
 
-def test_why_something_was_missing_is_explained() -> None:
+def test_reasons_of_misses_are_explained() -> None:
     result = demo_result()
     evicted = replace(result.on.requests[-1], first_miss="evicted")
     nothing = replace(result.on.requests[-2], first_miss=None)
@@ -138,7 +138,7 @@ def test_why_something_was_missing_is_explained() -> None:
     assert "All whole chunks were there" in page
 
 
-def test_what_came_from_outside_is_escaped() -> None:
+def test_text_from_outside_is_escaped() -> None:
     result = replace(demo_result(), config={"model": {"source": "<script>alert('x')</script> & co"}})
     assert "<script" not in render_report(result, command=["kvtier", "demo", "--model", "<b>&"])
     assert "<script>alert('x')</script> & co" in text_of(parse(result))
@@ -181,7 +181,7 @@ def test_without_float64_the_report_warns() -> None:
 @given(st.lists(positive, min_size=1), st.sampled_from([Linear.up_to, Log.around]))
 def test_scales_hold_all_values_in_order(values: list[float], make: type[Linear] | type[Log]) -> None:
     scale = make(values)  # type: ignore[call-arg, arg-type]
-    places = [scale.place(value) for value in sorted(values)]
+    places = [scale.position(value) for value in sorted(values)]
     assert places == sorted(places)
     assert all(0 <= place <= 1 for place in places)
 
@@ -192,7 +192,7 @@ def test_ticks_lie_on_the_axis_and_are_few(low: float, ratio: float) -> None:
         ticks = scale.ticks()
         assert 2 <= len(ticks) <= 10
         assert ticks == sorted(set(ticks))
-        assert all(-1e-9 <= scale.place(tick) <= 1 for tick in ticks)
+        assert all(-1e-9 <= scale.position(tick) <= 1 for tick in ticks)
 
 
 def test_a_plot_without_values_is_still_a_plot() -> None:

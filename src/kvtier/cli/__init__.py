@@ -18,8 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvtier.cli.interrupts import INTERRUPTED, end_at_once
-from kvtier.cli.streams import discard_output, flush_output, open_streams, remark
+from kvtier.cli.streams import INTERRUPTED, discard_output, end_at_once, flush_output, open_streams, remark
 from kvtier.errors import InputError, IntegrityError, KVTierError
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""The commands of `kvtier` in one tree, and the answer to a wrong command line."""
+"""Builds the tree of `kvtier` commands, runs a command line, and explains a wrong one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from kvtier.cli.disk import disk_app
 from kvtier.cli.doctor import doctor_command
 from kvtier.cli.events import events_app
 from kvtier.cli.index import index_app
-from kvtier.cli.interrupts import INTERRUPTED
-from kvtier.cli.streams import remark
+from kvtier.cli.streams import INTERRUPTED, remark
 from kvtier.cli.tiers import tiers_app
-
-__all__ = ["app", "run"]
 
 app = typer.Typer(name="kvtier", add_completion=False, help="Keeps the KV cache that a GPU forgets.")
 app.command("demo")(demo_command)

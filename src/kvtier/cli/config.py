@@ -17,12 +17,9 @@ from rich.text import Text
 from typer import Argument, Option
 
 from kvtier.cli.streams import remark
-from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, format_size
+from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, TierConfig, format_size
 from kvtier.errors import ConfigError
 from kvtier.policies import make_policy
-from kvtier.tier_config import TierConfig
-
-__all__ = ["check_command", "config_app"]
 
 config_app = typer.Typer(help="Look at a file of settings.")
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer import Option
 
 from kvtier.cli.display import ProgressDisplay, print_result
-from kvtier.cli.interrupts import interruptible
+from kvtier.cli.streams import interruptible
 from kvtier.config import KVTierConfig
 from kvtier.demo.result import DemoResult
 from kvtier.demo.runs import run_demo

@@ -14,15 +14,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
-from kvtier.cli.disk_checks import read_folder
 from kvtier.config import format_size, parse_duration
 from kvtier.errors import InputError, OutsideError
 from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks
 from kvtier.tiers.disk.format import VERSION
 
-__all__ = ["check_command", "disk_app", "gc_command", "ls_command"]
-
 disk_app = typer.Typer(help="Look after the folder of a disk tier.")
+
+
+def read_folder(text: str) -> Path:
+    """Return the folder that a command line names. An empty name does not mean the current folder."""
+    if not text:
+        raise InputError("expected the path of a folder, got ''; the current one is '.'")
+    return Path(text)
+
 
 _Folder = Annotated[
     Path,
@@ -120,12 +125,12 @@ def gc_command(
         result: dict[str, Any] = {"place": _name(path, place), "bytes": place.taken}
         try:
             place.remove()
-            told = f"removed {_name(path, place)}, {format_size(place.taken)}"
+            line = f"removed {_name(path, place)}, {format_size(place.taken)}"
         except OutsideError as error:  # the others can still be removed
-            result["error"] = told = str(error)
+            result["error"] = line = str(error)
         results.append(result)
         if not as_json:
-            typer.echo(told, err="error" in result)
+            typer.echo(line, err="error" in result)
     if as_json:
         typer.echo(json.dumps(results, indent=2))
     elif not results:

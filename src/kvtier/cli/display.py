@@ -1,7 +1,7 @@
-"""The display of `kvtier demo`: the runs as they go, and the tables at the end.
+"""Shows `kvtier demo`: the runs while they go on, and the tables at the end.
 
 On a terminal it is a live table, elsewhere a line for each quarter of a run. If a table is too wide for the
-terminal, its rows become lines that wrap: nothing is cut off. One thread.
+terminal, its rows become lines that wrap: nothing is cut off. Only one thread may use it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from kvtier.demo.summary import (
     summarize,
     summarize_restart,
 )
-
-__all__ = ["ProgressDisplay", "print_result"]
 
 _ALL_NAMES = OWN_RUNS | RESTART_RUNS
 _FEW = 8
@@ -137,7 +135,7 @@ def _sentence(line: _Run) -> str:
 
 
 def _fits(console: Console, table: Table) -> bool:
-    """Say whether a terminal is wide enough for a table whose cells do not wrap."""
+    """Return whether a terminal is wide enough for a table whose cells do not wrap."""
     return console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width
 
 

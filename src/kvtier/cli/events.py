@@ -1,4 +1,4 @@
-"""`kvtier events`: look at a KV event stream, record it, play it again, and check that it is exact.
+"""`kvtier events`: commands that show, record, replay and check a KV event stream.
 
 Output goes to stdout line by line, remarks for people to stderr. Endless commands end with Ctrl-C, silently
 and with exit code 0, and also when the reader of their output goes away (`| head`).
@@ -7,6 +7,7 @@ and with exit code 0, and also when the reader of their output goes away (`| hea
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from kvtier.cli.sources import Key, ServerKey, curve_client, expect_address
-from kvtier.cli.streams import ending_quietly, expect_reader, remark, say
+from kvtier.cli.streams import ending_quietly, expect_reader, print_lines, remark
 from kvtier.errors import InputError
 
 if TYPE_CHECKING:
-    from kvtier.cli.event_lines import Lines
-    from kvtier.events.curve import CurveServer
+    from kvtier.cli.event_reports import Lines
+    from kvtier.events.curve import CurveClient, CurveServer
     from kvtier.events.follow.link import Source
     from kvtier.events.publisher import PublisherStats
     from kvtier.events.recording import KeptBatch, RecordedBatch, RecordingWriter
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
     from kvtier.events.types import KVEventBatch
     from kvtier.events.updates import Update
     from kvtier.events.wire import DecodedBatch
-
-__all__ = [
-    "check_command",
-    "events_app",
-    "keygen_command",
-    "record_command",
-    "replay_command",
-    "tail_command",
-]
 
 events_app = typer.Typer(help="Look at a KV event stream, record it, play it again, check it.")
 
@@ -49,7 +40,7 @@ _QUEUED = 1000
 """The most batches of a recording that wait to be published."""
 
 _SLOWEST = 1e-3
-"""The lowest speed of a replay: with less, a pause could be longer than the system can wait."""
+"""The lowest speed of a replay. With less, a wait could be longer than the system allows."""
 
 _Endpoint = Annotated[
     str,
@@ -65,6 +56,12 @@ _Topic = Annotated[str, Option(help="Take only topics that begin like this.")]
 _Json = Annotated[bool, Option("--json", help="Print JSON lines.")]
 _Count = Annotated[int | None, Option("--count", "-n", metavar="N", min=1, help="End after N batches.")]
 _File = Annotated[Path, Argument(metavar="FILE", help="The recording.")]
+Key = Annotated[str | None, Option("--curve-key", metavar="FILE", help="Our secret key (NAME.key_secret).")]
+ServerKey = Annotated[
+    str | None, Option("--curve-server", metavar="FILE|KEY", help="The publisher's public key.")
+]
+
+_ADDRESS = re.compile(r"tcp://(?:[^:/\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})|ipc://.+")
 
 
 @events_app.command("tail")
@@ -80,7 +77,7 @@ def tail_command(
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
-    """Print what a publisher says, as it says it, and how far it can be trusted."""
+    """Print what a publisher sends, as it arrives, and how far it can be trusted."""
     if from_start and replay is None:
         raise InputError(
             "--from-start: expected --replay ENDPOINT too; what was said before can only be asked for"
@@ -99,12 +96,12 @@ def _tail(updates: Iterable[Update], lines: Lines, joined: bool, count: int | No
         now = time.time()
         if isinstance(update, StateChanged):
             joined = joined or update.state is not State.REPAIRING
-            say(lines.state(now, update.state, update.reason))
+            print_lines(lines.state(now, update.state, update.reason))
         elif isinstance(update, Received) and joined:
-            say(lines.batch(now, update.seq, update.batch))
+            print_lines(lines.batch(now, update.seq, update.batch))
             shown += 1
         elif isinstance(update, Reset) and joined:
-            say(lines.forgotten(now))
+            print_lines(lines.forgotten(now))
         if shown == count:
             return
 
@@ -119,7 +116,7 @@ def record_command(
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
-    """Append what a publisher says to a file.
+    """Append what a publisher sends to a file.
 
     With --replay it begins with what the publisher holds, and has no holes.
     """
@@ -204,9 +201,9 @@ def replay_command(
 def _print_recording(records: Iterable[RecordedBatch], lines: Lines) -> None:
     for record in records:
         if record.payload:
-            say(lines.batch(record.time, record.seq, _read(record)))
+            print_lines(lines.batch(record.time, record.seq, _read(record)))
         else:
-            say(lines.forgotten(record.time))
+            print_lines(lines.forgotten(record.time))
 
 
 def _read(record: RecordedBatch) -> DecodedBatch:
@@ -251,7 +248,7 @@ def _publish_recording(
 
 
 def _describe_published(stats: PublisherStats) -> str:
-    """Say how many batches of a recording were published, without its first one and heartbeats."""
+    """Return how many batches of a recording were published, without its first one and heartbeats."""
     published = stats.sent + stats.joined - stats.heartbeats - 1
     left_out = {"with nothing new": stats.filtered, "events that cannot be read": stats.unencodable}
     return f"{published:,} batches published" + "".join(
@@ -292,10 +289,10 @@ def check_command(
 
     Exits with 1 if they differ, or if some announcements are missing. An idle publisher is not at fault.
     """
-    from kvtier.cli.event_check import examine_stream
+    from kvtier.cli.event_reports import examine_stream
 
     report = examine_stream(_source(endpoint, replay, topic, curve_key, curve_server), timeout)
-    say(report.lines)
+    print_lines(report.lines)
     raise typer.Exit(0 if report.is_good else 1)
 
 
@@ -308,10 +305,28 @@ def keygen_command(
     from kvtier.events.curve import make_keys
 
     public, secret = make_keys(folder, name)
-    say([f"{public}  public: give it to the other side", f"{secret}  secret: keep it here"])
+    print_lines([f"{public}  public: give it to the other side", f"{secret}  secret: keep it here"])
 
 
 # -- shared by the commands ------------------------------------------------------------------------
+
+
+def expect_address(option: str, text: str) -> None:
+    """Refuse a text that is not the address of a publisher."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[1] or 1) < 1 << 16:
+        raise InputError(
+            f"{option}: expected an address such as tcp://127.0.0.1:5557 or ipc://PATH, got {text!r}"
+        )
+
+
+def curve_client(key: str | None, server: str | None) -> CurveClient | None:
+    """Return the keys of a subscriber, `None` if it uses none."""
+    from kvtier.events.curve import CurveClient
+
+    if (key is None) != (server is None):
+        raise InputError("--curve-key and --curve-server: expected both or none")
+    return CurveClient(key, server) if key is not None and server is not None else None
 
 
 @contextmanager
@@ -332,7 +347,7 @@ def _updates(subscriber: Subscriber[KeptBatch]) -> Iterator[Update]:
 
 
 def _lines(as_json: bool) -> Lines:
-    from kvtier.cli.event_lines import HumanLines, JSONLines
+    from kvtier.cli.event_reports import HumanLines, JSONLines
 
     return JSONLines() if as_json else HumanLines()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from kvtier.cli.sources import Key, ServerKey, curve_client, expect_address
+from kvtier.cli.events import Key, ServerKey, curve_client, expect_address
 from kvtier.cli.streams import remark
 from kvtier.config import format_size, parse_size
 from kvtier.errors import InputError

@@ -1,28 +1,54 @@
-"""Output of commands: lines that are printed at once, and the handling of closed or full outputs.
+"""Ctrl-C and output of a command, whose streams can be closed or full.
 
-Only the command's thread uses it.
+A command mostly imports, for seconds, and has nothing to clean up. Ctrl-C then ends the process at once: an
+exception inside an import may be swallowed, or come out as a traceback. Work that needs a cleanup runs
+inside `interruptible`, where Ctrl-C raises `KeyboardInterrupt` as usual. Only the main thread uses this.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
-from kvtier.cli.interrupts import interruptible
+INTERRUPTED = 130
+"""The exit code that shells give to SIGINT."""
 
-__all__ = [
-    "discard_output",
-    "ending_quietly",
-    "expect_reader",
-    "flush_output",
-    "open_streams",
-    "remark",
-    "say",
-]
+
+def end_at_once() -> None:
+    """Make Ctrl-C end the process from here on.
+
+    If it is ignored, as in the background of a script, it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    try:
+        os.write(2, b"kvtier: interrupted\n")
+    finally:
+        os._exit(INTERRUPTED)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` inside, because the work needs a cleanup."""
+    if signal.getsignal(signal.SIGINT) is not _end:  # the process is not ours alone
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _end)
+
+
+# -- output ----------------------------------------------------------------------------------------
 
 
 def open_streams() -> None:
@@ -35,7 +61,7 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(lines: Iterable[str]) -> None:
+def print_lines(lines: Iterable[str]) -> None:
     """Print lines to stdout, at once."""
     for line in lines:
         print(line)
@@ -43,7 +69,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 def remark(text: str) -> None:
-    """Print a line for people, not output: if it cannot be written, it is dropped."""
+    """Print a line for people to stderr; drop it if it cannot be written, because it is not output."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -51,7 +77,7 @@ def remark(text: str) -> None:
 
 
 def expect_reader() -> None:
-    """Raise `BrokenPipeError` if the reader of our output has gone; a write would tell only later."""
+    """Raise `BrokenPipeError` if the reader of our output has gone; a write would show that only later."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):  # not a real file, as in a test
@@ -83,7 +109,7 @@ def flush_output() -> None:
 
 
 def discard_output() -> None:
-    """Drop pending output: else Python tries again at its end, and complains."""
+    """Drop pending output. Otherwise Python tries to write it again when it ends, and complains."""
     with suppress(OSError, ValueError):  # not a real file, as in a test
         _redirect(sys.stdout.fileno())
 

@@ -1,14 +1,17 @@
 """`kvtier tiers check`: opens every configured tier as an engine would, and moves a few test rows.
 
-A disk is measured in a separate folder beside the tier's places, which stay as they are; for the tier's own
-folder the check says whether there is room, and whether an engine owns it. Rows on servers use a namespace
-that no engine has.
+A disk is measured in a temporary folder beside the tier's places, which stay as they are; if the tier's
+folder does not exist, in the nearest parent that does. For the tier's own folder the check reports whether
+there is room, and whether an engine owns it. Rows on servers use a namespace that no engine has. `kvtier
+doctor` runs the same check.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -33,14 +36,13 @@ from kvtier.config import (
     format_size,
     parse_size,
 )
-from kvtier.errors import ConfigError, InputError, KVTierError
+from kvtier.errors import ConfigError, InputError, KVTierError, OutsideError
 from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.machine import Mount, find_mount
 from kvtier.tiers.base import Direction, RowBuffer, RowJob
 from kvtier.tiers.disk.folder import find_places
 from kvtier.tiers.io_tier import IOTier
 from kvtier.tiers.shared_tier import SharedTier
-
-__all__ = ["check_command", "tiers_app"]
 
 tiers_app = typer.Typer(help="Look after the tiers of a config.")
 
@@ -50,10 +52,17 @@ _ROWS_OF_A_CALL = 16
 """Rows per call of `discard`, so that a call ends in time: an object store often takes 50 ms per row."""
 _SECONDS = 30.0
 """The longest time for any step before it counts as failed."""
+_REMOTE = {"9p", "afs", "ceph", "cifs", "fuse", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"}
+_SLOW = 200e6
+"""Bytes per second: slower than any serving GPU computes KV."""
 
 
 class TierCheck(NamedTuple):
-    """The result of one tier. `problem` says what is wrong; `None`: it works."""
+    """The result of one tier.
+
+    `problem` says why an engine could not use it, and is `None` if it works. `warning` says what makes it
+    work badly, if anything does.
+    """
 
     tier: str
     problem: str | None
@@ -61,6 +70,7 @@ class TierCheck(NamedTuple):
     lookup_seconds: float | None = None
     put_bytes_per_second: float | None = None
     get_bytes_per_second: float | None = None
+    warning: str | None = None
 
     def sentence(self) -> str:
         """Return the result as one line."""
@@ -74,7 +84,7 @@ class TierCheck(NamedTuple):
         text += f"puts {format_size(int(self.put_bytes_per_second))}/s, "
         text += f"gets {format_size(int(self.get_bytes_per_second))}/s"
         text += f", looks up in {(self.lookup_seconds or 0.0) * 1e3:.2f} ms"
-        return text + (f"; but {self.problem}" if self.problem else "")
+        return text + "".join(f"; but {what}" for what in (self.problem, self.warning) if what)
 
 
 @tiers_app.command("check")
@@ -101,8 +111,7 @@ def check_command(
         raise InputError(
             f"--rows, --row-size: expected {format_size(_MOST_BYTES)} in all, got {format_size(rows * size)}"
         )
-    with _silent("kvtier.tiers"):  # the check reports what an engine would log
-        checks = [_check(index, tier, config, rows, size) for index, tier in enumerate(config.tiers)]
+    checks = check_tiers(config, rows, size)
     if as_json:
         typer.echo(json.dumps([check._asdict() for check in checks], indent=2))
     for check in () if as_json else checks:
@@ -110,40 +119,98 @@ def check_command(
     raise typer.Exit(1 if any(check.problem for check in checks) else 0)
 
 
+def check_tiers(config: KVTierConfig, num_rows: int = 16, row_bytes: int = 1 << 20) -> list[TierCheck]:
+    """Open every tier of a config, move rows through it, and remove them."""
+    with _silent("kvtier.tiers"):  # the check reports what an engine would log
+        return [_check(index, tier, config, num_rows, row_bytes) for index, tier in enumerate(config.tiers)]
+
+
 def _check(index: int, tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: int) -> TierCheck:
     try:
-        with _scratch(tier, num_rows, row_bytes) as (scratch, problem):
+        with _scratch(tier, num_rows, row_bytes) as (scratch, problem, warning):
             check = _measure(scratch, config, num_rows, row_bytes)
-            return check._replace(problem=check.problem or problem)
+            if warning is None and isinstance(tier, DiskConfig):
+                warning = _warn_of_speed(check)
+            return check._replace(problem=check.problem or problem, warning=warning)
     except ConfigError as error:  # the config in its path has this tier alone
         return TierCheck(tier.kind, str(error).replace("tiers[0]", f"tiers[{index}]", 1))
     except (KVTierError, OSError) as error:
         return TierCheck(tier.kind, _one_line(tier.kind, str(error)))
 
 
+class _Scratch(NamedTuple):
+    """Settings for the measurement, and what is wrong or bad about the tier's own folder."""
+
+    tier: TierConfig
+    problem: str | None = None
+    warning: str | None = None
+
+
 @contextmanager
-def _scratch(tier: TierConfig, num_rows: int, row_bytes: int) -> Iterator[tuple[TierConfig, str | None]]:
-    """Yield settings for the measurement, and the problem of the tier's own place, if any."""
+def _scratch(tier: TierConfig, num_rows: int, row_bytes: int) -> Iterator[_Scratch]:
+    """Make a temporary folder to measure a disk in, on the file system of the tier's folder."""
     if not isinstance(tier, DiskConfig):
-        yield replace(tier, required=False), None
+        yield _Scratch(replace(tier, required=False))
         return
-    path = Path(tier.path)
-    path.mkdir(parents=True, exist_ok=True)
-    places = list(find_places(path))
-    needed = tier.capacity - sum(place.taken for place in places)
-    free = shutil.disk_usage(path).free
-    problem = None
-    if needed > free:
-        problem = f"{path}: expected room for {format_size(needed)} more, found {format_size(free)}"
-    elif any(place.owned for place in places):
-        problem = f"{path}: a process owns it; another engine would run without this tier"
-    with tempfile.TemporaryDirectory(prefix=".kvtier-check-", dir=path) as folder:
-        yield (
-            replace(
-                tier, path=folder, capacity=(num_rows + 8) * (row_bytes + _PAGE) + (1 << 20), required=False
-            ),
-            problem,
+    path, place = Path(tier.path), _nearest(Path(tier.path))
+    if not place.is_dir():
+        raise OutsideError(f"{place} is no folder; choose another disk.path")
+    try:
+        folder = tempfile.mkdtemp(prefix=".kvtier-check-", dir=place)
+    except OSError as error:
+        raise OutsideError(f"{place} cannot be written to: {error.strerror}") from None
+    try:
+        capacity = (num_rows + 8) * (row_bytes + _PAGE) + (1 << 20)
+        # A limit of bytes a day is no reason to refuse a measurement.
+        scratch = replace(tier, path=folder, capacity=capacity, write_limit=0, required=False)
+        mount = find_mount(place)
+        yield _Scratch(
+            scratch, _find_problem(path, place, tier.capacity, mount), _find_warning(folder, mount)
         )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _nearest(path: Path) -> Path:
+    """Return a path, or its deepest parent that exists."""
+    return next((found for found in (path, *path.parents) if os.path.lexists(found)), path)
+
+
+def _find_problem(path: Path, place: Path, capacity: int, mount: Mount | None) -> str | None:
+    """Return why an engine could not use the folder `path` of a tier, on the file system of `place`."""
+    if mount is not None and mount.is_memory:
+        return f"{path} is on {mount.kind}: its files are memory and end with the machine"
+    found = list(find_places(path)) if path.exists() else []
+    needed = capacity - sum(place.taken for place in found)
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        return f"{path}: expected room for {format_size(needed)} more, found {format_size(free)}"
+    if any(place.owned for place in found):
+        return f"{path}: a process owns it; another engine would run without this tier"
+    return None
+
+
+def _find_warning(folder: str, mount: Mount | None) -> str | None:
+    """Return what makes a file system a bad one for a disk tier, if anything does."""
+    if mount is not None and mount.kind == "overlay":
+        return "its file system is overlay, a container's layer, which ends with it; mount a volume"
+    if mount is not None and mount.kind.partition(".")[0] in _REMOTE:
+        remedy = "use a local disk: it belongs to one engine, and locks over a network may not hold"
+        return f"its file system is {mount.kind}, which is not a local disk; {remedy}"
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+        os.close(os.open(os.path.join(folder, "direct"), flags, 0o600))
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return "its file system has no direct I/O, so that rows take memory and CPU twice"
+    return None
+
+
+def _warn_of_speed(check: TierCheck) -> str | None:
+    rate = check.get_bytes_per_second
+    if rate is None or rate >= _SLOW:
+        return None
+    return "most GPUs compute KV faster than it is read; kvtier then computes, and the disk is of little use"
 
 
 def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: int) -> TierCheck:

@@ -31,7 +31,7 @@ from kvtier.config import DiskConfig, KVTierConfig, format_size
 from kvtier.demo.result import RUNS, DemoResult, PoolUse, Process, RequestResult, RestartResult, RunResult
 from kvtier.demo.setup import DemoSettings, Turn, describe, make_engine, open_engines, token_bytes
 from kvtier.errors import IntegrityError, KVTierError, OutsideError
-from kvtier.file_systems import find_mount
+from kvtier.machine import find_mount
 from kvtier.tiers.base import TierStats
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
 from kvtier.engine.scheduler import RequestSlice
 from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
-from kvtier.memory_limits import free_memory
+from kvtier.machine import free_memory
 from kvtier.namespace import Namespace, WeightsFiles
 from kvtier.transfer.compare import tolerance
 

@@ -29,7 +29,7 @@ VARIABLE = "KVTIER_NATIVE"
 
 
 def is_asked_for() -> bool:
-    """Say whether the environment allows the use of compiled loops."""
+    """Return whether the environment allows the use of compiled loops."""
     value = os.environ.get(VARIABLE) or "c"
     if value not in ("c", "python"):
         raise ConfigError(VARIABLE, f"expected c or python, got {value!r}")
@@ -38,7 +38,7 @@ def is_asked_for() -> bool:
 
 @cache
 def is_compiled(loop: str) -> bool:
-    """Say whether a loop was compiled for this Python and this machine."""
+    """Return whether a loop was compiled for this Python and this machine."""
     try:
         import_module(f"kvtier.native._{loop}")
     except ImportError:
@@ -47,7 +47,7 @@ def is_compiled(loop: str) -> bool:
 
 
 def uses_c(loop: str) -> bool:
-    """Say whether the C form of a loop is used."""
+    """Return whether the C form of a loop is used."""
     return is_asked_for() and is_compiled(loop)
 
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.memory_limits import expect_total_memory
+from kvtier.machine import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager

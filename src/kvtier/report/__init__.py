@@ -1,6 +1,6 @@
 """The demo's report: one self-contained HTML file.
 
-`page` composes it, `figures` and `plots` draw, `style` is its CSS.
+`page` composes it and has its CSS; `figures` and `plots` draw.
 """
 
 from __future__ import annotations

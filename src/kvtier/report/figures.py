@@ -13,8 +13,6 @@ from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResu
 from kvtier.demo.summary import format_ms
 from kvtier.report.plots import BOTTOM, LEFT, RIGHT, TOP, Linear, Log, Plot, format_count, format_time
 
-__all__ = ["RUNS", "SOURCES", "Figure", "figures", "restart_figure"]
-
 RUNS = (("off", "without kvtier"), ("on", "with kvtier"))
 SOURCES = (("gpu", "from the GPU cache"), ("cpu", "loaded from the pool"), ("recomputed", "recomputed"))
 
@@ -189,8 +187,8 @@ def _computed(result: DemoResult) -> str:
     ends = {name: plot.y(sums[-1]) - 9 for name, sums in runs.items() if sums}
     if ends and ends["on"] - ends["off"] < 16:  # the labels are too close to be above both lines
         ends["on"] = ends["off"] + 32
-    for name, place in ends.items():
-        plot.text(RIGHT, max(place, TOP + 4), f"{runs[name][-1]:,}", f"value {name}")
+    for name, height in ends.items():
+        plot.text(RIGHT, max(height, TOP + 4), f"{runs[name][-1]:,}", f"value {name}")
     return plot.svg()
 
 

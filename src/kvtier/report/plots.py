@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["Linear", "Log", "Plot", "Point", "Scale", "format_count", "format_time"]
-
 WIDTH, HEIGHT = 520, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 506, 26, 266
 
@@ -38,7 +36,7 @@ def format_time(milliseconds: float) -> str:
 class Scale(Protocol):
     """A map of values to positions on an axis."""
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return the position of a value: 0 at the start of the axis, 1 at its end."""
         ...
 
@@ -59,7 +57,7 @@ class Linear:
         """Make a scale from 0 to a little more than the largest value."""
         return cls(0, max(values, default=0) * 1.08 or 1)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         return min(max((value - self.low) / (self.high - self.low), 0), 1)
 
     def ticks(self) -> list[float]:
@@ -84,7 +82,7 @@ class Log:
         low, high = min(positive) / 1.3, max(positive) * 1.3
         return cls(low, max(high, low * 4))
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         if value <= self.low:
             return 0
         return min(math.log(value / self.low) / math.log(self.high / self.low), 1)
@@ -111,12 +109,12 @@ class Plot:
     # Values to pixels.
 
     def x(self, value: float) -> float:
-        """Return the horizontal place of a value."""
-        return LEFT + self._x.place(value) * (RIGHT - LEFT)
+        """Return the horizontal position of a value."""
+        return LEFT + self._x.position(value) * (RIGHT - LEFT)
 
     def y(self, value: float) -> float:
-        """Return the vertical place of a value."""
-        return BOTTOM - self._y.place(value) * (BOTTOM - TOP)
+        """Return the vertical position of a value."""
+        return BOTTOM - self._y.position(value) * (BOTTOM - TOP)
 
     # Axes.
 
@@ -137,20 +135,20 @@ class Plot:
     # Marks. Arguments named px, py, left, top, width and height are in pixels, others are values.
 
     def text(self, px: float, py: float, text: str, css: str, *, into: list[str] | None = None) -> None:
-        """Write text at a place in pixels."""
+        """Write text at a position in pixels."""
         target = self._marks if into is None else into
         target.append(f'<text class="{css}" x="{px:.1f}" y="{py:.1f}">{escape(text)}</text>')
 
     def rect_px(self, left: float, top: float, width: float, height: float, css: str, tip: str = "") -> None:
-        """Draw a box at a place in pixels."""
-        place = f'x="{left:.1f}" y="{top:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"'
-        self._marks.append(f'<rect class="{css}" {place}>{_tip(tip)}</rect>')
+        """Draw a box at a position in pixels."""
+        box = f'x="{left:.1f}" y="{top:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"'
+        self._marks.append(f'<rect class="{css}" {box}>{_tip(tip)}</rect>')
 
     def band(self, start: float, end: float, css: str) -> None:
         """Shade a range of x values behind everything else."""
         left, right = self.x(start), self.x(end)
-        place = f'x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{BOTTOM - TOP}"'
-        self._axes.insert(0, f'<rect class="{css}" {place}/>')
+        box = f'x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{BOTTOM - TOP}"'
+        self._axes.insert(0, f'<rect class="{css}" {box}/>')
 
     def line(self, points: Sequence[Point], css: str) -> None:
         """Draw a line through points."""

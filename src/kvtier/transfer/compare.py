@@ -66,10 +66,10 @@ def tolerance(stored: str, computed: str, num_layers: int, *, is_quantized: bool
 
     Errors of rounding in `computed`, the format of activations, add up over layers like a random walk. Its
     step was 0.8 of the rounding error in a real model, and up to 24 in random weights that are made to
-    amplify errors (docs/tuning.md); the tolerance allows `_MARGIN`, but never more than `_MOST_TOLERANCE`.
-    Rounding to a coarser format, of the cache or of quantized activations, moves a value by one unit of that
-    format (twice its rounding error) as often as the difference before is a share of the unit: hence the
-    root of their product.
+    amplify errors (docs/cuda-constants.md); the tolerance allows `_MARGIN`, but never more than
+    `_MOST_TOLERANCE`. Rounding to a coarser format, of the cache or of quantized activations, moves a value
+    by one unit of that format (twice its rounding error) as often as the difference before is a share of the
+    unit: hence the root of their product.
     """
     if stored not in _ROUNDING or computed not in _ROUNDING:
         return None

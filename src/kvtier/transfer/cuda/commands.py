@@ -32,7 +32,7 @@ else:
 SUBMITTED_BY = form_of("cuda")
 """Whether C or Python submits commands. Both submit the same."""
 
-# docs/tuning.md has the measurements for these.
+# docs/cuda-constants.md has the measurements for these.
 SMALL_RANGE = 1 << 20
 """Below this size there are gaps between the ranges of a stream, which a second stream can fill."""
 BATCH_RANGES = 32

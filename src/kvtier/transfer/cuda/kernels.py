@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     warps: int
 
 
-# docs/tuning.md has the measurements for these.
+# docs/cuda-constants.md has the measurements for these.
 STAGED = Shape(programs=64, program_bytes=32768, warps=4)
 """For copies within HBM beside the engine's kernels: more programs slow those down, fewer slow the bus."""
 SHORT = Shape(programs=16, program_bytes=16384, warps=8)

@@ -60,7 +60,7 @@ from kvtier.transfer.cuda.pieces import (
 RUN_AHEAD = 8
 """The most pieces under way, and the length of the ring. It is a multiple of `BUFFERS`."""
 
-# docs/tuning.md has the measurements for the constants below.
+# docs/cuda-constants.md has the measurements for the constants below.
 BURST_BYTES = 32 << 20
 """The bytes copied to the host before other copies have their turn, or one piece if that is more."""
 

@@ -36,7 +36,7 @@ from kvtier.transfer.plan import JobBounds
 
 logger = logging.getLogger(__name__)
 
-# docs/tuning.md has the measurements for these.
+# docs/cuda-constants.md has the measurements for these.
 BUFFERS = 4
 """The staging buffers of each direction. They hold pieces while kernels wait for the engine's kernels."""
 DIRECT_BYTES = 2 << 20

@@ -25,7 +25,7 @@ from kvtier.transfer.plan import Plan
 
 Ints = npt.NDArray[np.int64]
 
-# docs/tuning.md has the measurements for these.
+# docs/cuda-constants.md has the measurements for these.
 MOST_BLOCKS = 4096
 """The most blocks in one piece: the kernel's arguments are kept in pinned memory."""
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20

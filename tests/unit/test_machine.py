@@ -1,5 +1,5 @@
-"""How much memory there is, by the words of the machine and of its control groups; and that a
-pool heeds it.
+"""Memory limits of the machine and of its control groups, and that a pool respects them; and the file system
+of a path: that of the deepest mount, or of the later of two mounts at one point.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import PoolError
-from kvtier.memory_limits import expect_free_memory, expect_total_memory, free_memory, total_memory
+from kvtier.machine import expect_free_memory, expect_total_memory, find_mount, free_memory, total_memory
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -225,3 +225,44 @@ def test_two_shared_pools_beyond_the_limit(small_group: Path, tmp_path: Path) ->
     first, second = run_inside(small_group, tmp_path, script)
     assert first == "a written"
     assert second.startswith("b refused: pool: needs 150.0 MiB, but only ")
+
+
+# -- file systems ----------------------------------------------------------------------------------
+
+MOUNTS = """\
+22 1 0:21 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/a - b
+23 22 0:22 / /data rw,relatime master:1 propagate_from:2 - ext4 /dev/sda1 rw
+24 22 0:23 / /data/with\\040space ro,nosuid - xfs /dev/sdb1 rw
+25 22 0:24 / /data/memory rw - ext4 /dev/sdc1 rw
+26 22 0:25 / /data/memory rw - tmpfs tmpfs rw
+a line that is none
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/elsewhere/deep", "overlay"),
+        ("/data", "ext4"),
+        ("/database", "overlay"),
+        ("/data/with space/kv", "xfs"),
+        ("/data/memory/kv", "tmpfs"),
+    ],
+)
+def test_the_deepest_mount_counts(path: str, kind: str, tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS)
+    found = find_mount(Path(path), mounts)
+    assert found is not None
+    assert found.kind == kind
+    assert found.is_memory == (kind == "tmpfs")
+    assert found.read_only == (kind == "xfs")
+
+
+def test_a_system_without_a_list_of_mounts_has_no_answer(tmp_path: Path) -> None:
+    assert find_mount(tmp_path, tmp_path / "nothing") is None
+
+
+def test_shared_memory_of_this_system_is_memory() -> None:
+    found = find_mount(Path("/dev/shm/somewhere/below"))
+    assert found is None or found.is_memory

@@ -1,4 +1,6 @@
-"""The host memory that this process can have: the least that its machine or a control group has left.
+"""The machine as Linux describes it: the memory that this process can have, and the file system of a path.
+
+The memory is the least that the machine or a control group has left:
 
     the machine       MemAvailable
     a control group   limit - usage + page cache, for the group of this process and for each group around it
@@ -7,23 +9,28 @@ Page cache counts as free, active or not, as in MemAvailable: an engine that has
 filled much of it, and the kernel drops it when memory is needed. Swap does not count. A system that does not
 report a number sets no bound.
 
-Each call reads the system's files anew, and any thread may call. `root` stands for `/` in tests.
+Each call blocks while it reads small files of the kernel, anew every time. Any thread may call. `root`
+stands for `/` in tests.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from kvtier.config import format_size
+from kvtier.config_fields import format_size
 from kvtier.errors import PoolError
-
-__all__ = ["MemoryBound", "expect_free_memory", "expect_total_memory", "free_memory", "total_memory"]
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60  # version 1 has a number near 2^63 for "no limit"
+_MOUNTS = Path("/proc/self/mountinfo")
+_MOUNT = re.compile(r"\S+ \S+ (\S+) \S+ (\S+) (\S+) .*?- (\S+) ")
+"""Matches the device, the mount point, its options and the type of the file system in a line."""
+_IN_MEMORY = {"devtmpfs", "hugetlbfs", "ramfs", "rootfs", "tmpfs"}
 
 
 class MemoryBound(NamedTuple):
@@ -145,3 +152,46 @@ def _read_table(path: Path) -> dict[str, int]:
         rows = (line.split() for line in path.read_text("ascii", "replace").splitlines())
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
     return {}
+
+
+# -- file systems ----------------------------------------------------------------------------------
+
+
+class Mount(NamedTuple):
+    """A mounted file system: its mount point, and its type, such as `ext4` or `tmpfs`."""
+
+    point: Path
+    kind: str
+    read_only: bool
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether the files of this mount are in host memory."""
+        return self.kind in _IN_MEMORY
+
+
+def find_mount(path: Path, mounts: Path | None = None) -> Mount | None:
+    """Return the mount of a path, which need not exist; `None` if the system does not say."""
+    target = path.resolve()
+    found: Mount | None = None
+    for _, mount in _read_mounts(mounts or _MOUNTS):
+        # Of two mounts at one point, the later covers the earlier.
+        is_deeper = found is None or len(mount.point.parts) >= len(found.point.parts)
+        if is_deeper and target.is_relative_to(mount.point):
+            found = mount
+    return found
+
+
+def is_in_memory(device: int) -> bool:
+    """Return whether the file system of a device number is in memory; False if the system does not say."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return any(found == number and mount.is_memory for found, mount in _read_mounts(_MOUNTS))
+
+
+def _read_mounts(mounts: Path) -> Iterator[tuple[str, Mount]]:
+    """Yield the device number and the mount of each line; nothing if the file cannot be read."""
+    with suppress(OSError):
+        for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            if (match := _MOUNT.match(line)) is not None:
+                point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), match[2]))
+                yield match[1], Mount(point, match[4], "ro" in match[3].split(","))
