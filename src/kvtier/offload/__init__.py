@@ -12,7 +12,10 @@ from kvtier.offload.base import (
     OffloadingSpec,
     OffloadingSpecFactory,
     PrepareStoreOutput,
+    ReadLease,
     ReqContext,
+    SlotLease,
+    WriteLease,
 )
 from kvtier.offload.cpu import CPUOffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
@@ -51,11 +54,14 @@ __all__ = [
     "OffloadingSpec",
     "OffloadingSpecFactory",
     "PrepareStoreOutput",
+    "ReadLease",
     "ReqContext",
+    "SlotLease",
     "TieredOffloadingManager",
     "TransferResult",
     "TransferSpec",
     "TransferType",
+    "WriteLease",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "make_offload_key",
