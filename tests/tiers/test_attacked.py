@@ -275,6 +275,22 @@ def test_stuck_calls_leave_room_for_others() -> None:
     threads.check()
 
 
+def test_a_long_call_of_a_job_in_time_is_not_stuck() -> None:
+    """Beside a call that is stuck, another call that runs as long and has time left is merely slow."""
+    gate, now = Gate(), [0.0]
+    threads = make_threads(gate, threads=2, clock=lambda: now[0])
+    submit(threads, Direction.PROMOTE, 1, 0, deadline=1.0)
+    submit(threads, Direction.PROMOTE, 2, 1, deadline=100.0)
+    for _ in range(2):
+        assert gate.begun.acquire(timeout=30)
+    now[0] = 3.0
+    assert [result.job.job_id for result in threads.poll()] == [1]
+    assert threads.take_stuck(1.0) == 1
+    assert [batch.job.job_id for batch in threads.take_stuck_reads()] == [1]
+    gate.open.release(100)
+    assert threads.close(30)
+
+
 def test_threads_that_are_all_stuck_in_calls_are_noticed() -> None:
     gate, now, go_on = Gate(), [0.0], threading.Event()
     threads = make_threads(gate, threads=2, clock=lambda: now[0])
