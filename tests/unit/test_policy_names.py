@@ -19,7 +19,7 @@ def test_ours_are_there() -> None:
     assert policy_names() == ["arc", "lru"]
     assert type(make_policy("lru", 2)) is LRUPolicy
     assert type(make_policy("arc", 2)) is ARCPolicy
-    assert make_policy("kvtier.policies.arc:ARCPolicy", 7).capacity == 7
+    assert make_policy("kvtier.policies:ARCPolicy", 7).capacity == 7
 
 
 def test_a_path_may_be_registered_and_is_imported_when_used() -> None:
