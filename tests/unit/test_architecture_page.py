@@ -1,5 +1,5 @@
-"""The map of the house is true: docs/architecture.md names every module that there is and no other, and the
-functions that its walks name are there.
+"""docs/architecture.md agrees with the code: its table has every module and no other, its walks name only
+functions that exist, and it stays short.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+MOST_WORDS = 3500
 
 
 def named_modules(page: str) -> Iterator[str]:
@@ -46,44 +47,48 @@ def folders_of(module: str) -> set[str]:
     return {"/".join(parts[:end]) for end in range(1, len(parts) + 1)}
 
 
-def left_out(page: str, package: Path) -> set[str]:
+def missing_modules(page: str, package: Path) -> set[str]:
     """Return the modules that the page names neither themselves nor by a package they are in."""
     named = set(named_modules(page))
     return {module for module in modules_of(package) if not ({module} | folders_of(module)) & named}
 
 
-def made_up(page: str, package: Path) -> set[str]:
-    """Return what the page names and is not there."""
-    there = modules_of(package)
-    return set(named_modules(page)) - there - set().union(*map(folders_of, there))
+def unknown_modules(page: str, package: Path) -> set[str]:
+    """Return the modules that the page names and that do not exist."""
+    existing = modules_of(package)
+    return set(named_modules(page)) - existing - set().union(*map(folders_of, existing))
 
 
-def test_the_table_has_every_module_and_no_other() -> None:
+def test_table_names_every_module_and_no_other() -> None:
     page = PAGE.read_text()
-    assert (left_out(page, PACKAGE), made_up(page, PACKAGE)) == (set(), set())
+    assert (missing_modules(page, PACKAGE), unknown_modules(page, PACKAGE)) == (set(), set())
 
 
-def test_nothing_is_named_twice() -> None:
+def test_page_is_short() -> None:
+    assert len(PAGE.read_text().split()) <= MOST_WORDS
+
+
+def test_table_names_no_module_twice() -> None:
     named = list(named_modules(PAGE.read_text()))
     assert sorted(named) == sorted(set(named))
 
 
-def test_a_module_too_few_and_one_too_many_are_found(tmp_path: Path) -> None:
+def test_missing_and_unknown_modules_are_found(tmp_path: Path) -> None:
     for name in ("a/one.py", "a/two.py", "b/three.py", "c/__init__.py", "four.py", "__init__.py"):
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.touch()
     rows = ["| module | one line |", "|---|---|", "| `a/one`, `gone` | text `a/two` |", "| `b` | text |"]
     page = "\n".join(["## Modules", *rows, "", ""])
-    assert left_out(page, tmp_path) == {"a/two", "c", "four"}
-    assert made_up(page, tmp_path) == {"a/gone"}
+    assert missing_modules(page, tmp_path) == {"a/two", "c", "four"}
+    assert unknown_modules(page, tmp_path) == {"a/gone"}
 
 
 class Names:
-    """All names that a package defines: its modules, functions and classes, and what each class has."""
+    """The names that a package defines: modules, functions, classes, and the members of each class."""
 
     def __init__(self, package: Path) -> None:
-        self.anywhere: set[str] = {"manager"}  # which the page explains
+        self.anywhere: set[str] = {"manager"}  # an abbreviation that the page explains
         self.members: dict[str, set[str]] = {}
         self.bases: dict[str, list[str]] = {}
         for file in package.rglob("*.py"):
@@ -96,7 +101,7 @@ class Names:
                     self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
 
     def has(self, name: str) -> bool:
-        """Say whether there is a name: of a class a member if its class is named, else any."""
+        """Return whether a name exists: as a member if its class is named, else anywhere."""
         owner, _, last = name.replace("/", ".").rpartition(".")
         owner = owner.rpartition(".")[2]
         return (
@@ -132,11 +137,11 @@ def names() -> Names:
     return Names(PACKAGE)
 
 
-def test_the_walks_name_what_there_is(names: Names) -> None:
+def test_walks_name_existing_functions(names: Names) -> None:
     assert [hop for hop in hops_of(PAGE.read_text()) if not names.has(hop)] == []
 
 
-def test_a_hop_that_is_gone_is_found(names: Names) -> None:
+def test_unknown_functions_in_walks_are_found(names: Names) -> None:
     hops = hops_of(
         "## Three walks\n`…Scheduler.build_connector_meta` → `tiers/io_threads.IOThreads.gone`, `lost`\n## "
     )
