@@ -491,7 +491,7 @@ def main() -> int:
 
 
 def is_met(console: Console, result: dict[str, Any], forms: list[str]) -> bool:
-    """Say whether the claim holds, as far as it was measured."""
+    """Return whether the claim holds, as far as it was measured."""
     if "numba" not in forms:
         console.print("without numba nothing is claimed")
         return True

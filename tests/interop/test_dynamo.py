@@ -252,7 +252,7 @@ def test_one_trouble_after_the_other(dynamo: DynamoIndexer, encoding: str, seed:
         assert dynamo.gaps(worker) > 3
 
 
-def test_what_hangs_from_a_removed_block(dynamo: DynamoIndexer) -> None:
+def test_children_of_a_removed_block(dynamo: DynamoIndexer) -> None:
     """Dynamo drops a removed GPU block's descendants, which nobody can match.
 
     Who joins late gets the same replica.

@@ -238,7 +238,7 @@ class SmallEngine:
             self._pool[plan.slots, plan.indices] = self._cache[plan.blocks]
 
     def can_serve(self, parent: Running, local: int) -> bool:
-        """Say whether a request's blocks have all that the token at `local` looks at."""
+        """Return whether a request's blocks have all that the token at `local` looks at."""
         return all(
             NULL_BLOCK
             not in row[(0 if window is None else max(0, local - window + 1)) // size : local // size]
@@ -263,7 +263,7 @@ class SmallEngine:
         return all(token // size < len(ready[group]) and ready[group][token // size] for token in needed)
 
     def ready(self, request: Request, group: int) -> list[bool]:
-        """Say which of a request's chunks are stored."""
+        """Return which of a request's chunks are stored."""
         keys = _keys(self.scheduler, request, group)
         return [found is True for found in self.scheduler.manager.lookup_many(keys, ReqContext())]
 
@@ -367,7 +367,7 @@ def test_chunks_that_are_not_stored_are_never_missed(shape: Shape, per_chunk: in
 
 
 def _is_complete(shape: Shape, per_chunk: int, end: int, shared: int) -> bool:
-    """Say whether the chunks that an end lies in are complete within the shared tokens."""
+    """Return whether the chunks that an end lies in are complete within the shared tokens."""
     return all(-(-end // (size * per_chunk)) * size * per_chunk <= shared for size in shape.sizes)
 
 

@@ -679,6 +679,40 @@ def test_batches_that_came_before_the_first_mark_are_not_applied() -> None:
     assert 77 not in {block for _, block in bench.replica.held}
 
 
+def test_a_live_number_of_the_process_before_does_not_keep_the_replica_behind() -> None:
+    """It came late, and the process that answers is silent and has not used that number yet."""
+    bench = ours()
+    bench.follower.connected(bench.now)
+    bench.answer_all()
+    bench.wait(LIMITS.reply_timeout + 0.1)
+    bench.answer_all()
+    bench.assert_exact()
+    foreign = frame_batch(0.0, [ENCODER.event(stored([77]))], 0)
+    bench.follower.live(bench.publisher.newest + 3, foreign, bench.now)
+    for _ in range(10):
+        bench.answer_all()
+        bench.wait(0.5)
+    bench.assert_exact()
+    assert bench.follower.counters.bad_frames == 1
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_batch_that_comes_during_a_probe_is_no_failure_of_the_probe(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish())
+    bench.wait(5.1)
+    request = bench.follower.request
+    assert request is not None
+    replies = bench.publisher.answer(request.data)
+    bench.follower.live(*bench.publish(), bench.now)
+    for reply in replies:
+        bench.follower.reply(request, *reply, bench.now)
+    bench.follower.end(request, bench.now)
+    bench.assert_exact()
+    assert (bench.follower.request, bench.follower.counters.bad_frames) == (None, 0)
+
+
 @pytest.mark.parametrize("make", [ours, stock])
 def test_a_live_batch_that_a_replay_has_with_other_bytes_is_of_another_process(
     make: Callable[[], Bench],

@@ -40,7 +40,7 @@ class Rig:
         self.load = HostLoadHandler(self.spans, 10.0, clock=self.clock, max_jobs=4)
 
     def arrived(self, group: int, block: int) -> bool | None:
-        """Say whether all (`True`), none (`False`) or some (`None`) of a block's bytes have arrived."""
+        """Return whether all (`True`), none (`False`) or some (`None`) of a block's bytes have arrived."""
         pages = [page.view(torch.int16) == 0x0101 for page in self.caches.pages(group, block)]
         if all(bool(page.all()) for page in pages):
             return True

@@ -127,7 +127,7 @@ def test_a_histogram_agrees_with_a_plain_count(values: list[float]) -> None:
     assert times.take_recent() == []
 
 
-def test_what_nobody_takes_is_bounded() -> None:
+def test_times_that_nobody_takes_are_bounded() -> None:
     times = Histogram()
     for number in range(5000):
         times.observe(float(number))

@@ -81,7 +81,7 @@ class Churn:
         return self.random.sample(list(held), min(self.batch, len(held)))
 
     def adds(self, fill: float) -> bool:
-        """Say whether to add rather than to take away, given how full the table is."""
+        """Return whether to add rather than to take away, given how full the table is."""
         if self.operations >= self._until:
             self._until = self.operations + self.random.randint(1, 40) * self.batch
             self._wish = self.random.choice((0.0, 0.3, 0.9, 1.0, 1.0))

@@ -129,7 +129,7 @@ def test_managers_in_c_and_in_python_do_the_same(policy: str, script: list[Call]
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @given(calls)
 @settings(max_examples=60, deadline=None)
-def test_what_follows_an_offer_can_be_split(policy: str, script: list[Call]) -> None:
+def test_calls_after_an_offer_can_be_split(policy: str, script: list[Call]) -> None:
     """Ends of stores, loads, uses and discards of single chunks leave exactly what those of many leave."""
     one, other = (Driver(CPUOffloadingManager(CAPACITY, policy), split) for split in (together, one_by_one))
     for call in script:

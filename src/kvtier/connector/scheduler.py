@@ -512,8 +512,8 @@ class OffloadingConnectorScheduler:
 
         Weights may have been swapped: requests that hold blocks now store nothing more, and running loads
         count as failed. `kept_blocks` are the blocks from which the engine, all the same, may go on in other
-        requests: nothing that is computed from them is stored until they are handed out anew. `None`: no
-        others than those it kept before.
+        requests: nothing that is computed from them is stored until they are handed out anew. `None` adds
+        none to those it kept before.
         """
         if self._tracker.enabled:
             self._translate_events()  # a store that is not announced yet must not look like a later one

@@ -115,7 +115,7 @@ def _expect_folder(folder: Path) -> None:
 
 
 def _how_to_get_one(folder: str) -> str:
-    """Say what a model folder is, and give a command that makes one."""
+    """Describe a model folder, with a command that makes one."""
     download = f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(folder)}"
     return (
         "a model folder has config.json and *.safetensors; "

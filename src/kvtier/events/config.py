@@ -44,7 +44,7 @@ class KVEventsConfig:
       not.
     - `endpoint`: PUB address. It is bound if it has `*`, `::` or port 0, or is ipc or inproc; else
       connected to.
-    - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; `None`: no replay.
+    - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; `None` for no replay.
     - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
     - `hwm`: how many messages wait for a slow subscriber before it misses some; about `buffer_bytes` at
       most (0: without any bound).
@@ -58,7 +58,7 @@ class KVEventsConfig:
       stay bytes).
     - `counting`: `count` if a block stored twice must be removed twice, `set` if one removal ends it.
     - `heartbeat_interval`: seconds of silence before a heartbeat, and the least time between two marks;
-      `None`: never.
+      `None` for no heartbeats.
     - `clear_on_start`: tell consumers to forget the events of an earlier process.
     - `sequence_file`: the file that keeps the sequence number across restarts; ranks above 0 append
       `.dp{rank}`. Without a file the first number comes from the clock.
@@ -66,7 +66,7 @@ class KVEventsConfig:
       (before).
     - `max_blocks_per_event`: cut stored events into parts of at most this many blocks; 1,024 at most.
     - `curve`: encrypt and authenticate both sockets.
-    - `bind`: bind `endpoint` (true) or connect to it (false); `None`: decide by its form, as said above.
+    - `bind`: bind `endpoint` (true) or connect to it (false); `None` decides by its form, as said above.
     """
 
     enable_kv_cache_events: bool = False

@@ -44,7 +44,7 @@ def _freeze(value: Any) -> Any:
 class BlockStored(KVCacheEvent, frozen=True):
     """Consecutive blocks became readable in `medium`.
 
-    `parent_block_hash` is the block before the first (`None`: there is none). `extra_keys` has one entry
+    `parent_block_hash` is the block before the first, or `None` if there is none. `extra_keys` has one entry
     per block. `locality` is LOCAL or REMOTE as seen from the publisher. `ownership` names the tier below
     the pool that reports them. `session_id` names the request context that stored or reused them.
     `lora_id` is deprecated; use `lora_name`.

@@ -341,6 +341,11 @@ class Follower(Generic[B]):
         self._live_seq = None
         self._newest = self.position
 
+    def _drop_foreign_live(self) -> None:
+        """Drop live batches with numbers that the followed process says it has not used yet."""
+        self.counters.bad_frames += 1
+        self._forget_live()
+
     # -- the replica -------------------------------------------------------------------------------
 
     @property
@@ -482,6 +487,8 @@ class Follower(Generic[B]):
                 self._start(StreamRequest.snapshot())
             return
         self._is_doubted = False
+        if newest < request.newest:
+            self._drop_foreign_live()
         if newest == self.seq:
             self._compare(mark)
         elif newest > self._newest:  # no batch is known to be lost: some may be on their way
@@ -633,12 +640,11 @@ class Follower(Generic[B]):
             self._is_exhausted |= request.kind is RequestKind.HISTORY and not self._is_whole
         elif not request.is_named:
             self._is_doubted = True
-        if self._is_behind and not request.applied:
+        if self.position < request.newest and not request.applied:
             if request.is_continued and self.kind is Kind.KVTIER:
-                self.counters.bad_frames += 1  # the publisher has not sent what came live
-                self._forget_live()
+                self._drop_foreign_live()
             else:
-                self._fail(f"the replay ended at batch {self.position}, before {self._newest}")
+                self._fail(f"the replay ended at batch {self.position}, before {request.newest}")
 
     # -- trouble -----------------------------------------------------------------------------------
 
@@ -739,6 +745,7 @@ class Follower(Generic[B]):
 
     def _start(self, request: StreamRequest) -> None:
         self.request = request
+        request.newest = self._newest
         self._answer_by = self._now + self._limits.reply_timeout
         if request.kind is RequestKind.STATUS:
             self.counters.probes += 1

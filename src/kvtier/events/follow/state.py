@@ -125,6 +125,7 @@ class StreamRequest:
     start: int = 0  # the first batch that is asked for
     held: int = -1  # the batch that the replica held last at the time of the request,
     proof: bytes | None = None  # and its bytes, if they are known: the answer must have the same
+    newest: int = -1  # the newest batch that was known to exist then
     replies: int = 0
     applied: int = 0  # how many replies have changed the replica
     is_continued: bool = False  # the answer has the same bytes,
