@@ -32,7 +32,7 @@ help: ## Show this.
 
 install: $(DEV) ## Install kvtier and all that developing it needs.
 
-demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, sooner.
+demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, faster.
 	$(BIN)/kvtier demo $(ARGS)
 
 # More workers than cores: tests of time limits, servers and processes spend much of their time waiting.

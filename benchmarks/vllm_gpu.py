@@ -1,6 +1,6 @@
 """Claim: in vLLM on a GPU an evicted prompt's first token comes as soon as the bus allows.
 
-And it comes sooner than with vLLM's own connector.
+And it comes faster than with vLLM's own connector.
 
     python benchmarks/vllm_gpu.py [--json FILE] [--plot FILE.svg]
 

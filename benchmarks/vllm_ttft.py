@@ -1,4 +1,4 @@
-"""Claim: evicted turns of a chat get their first token several times sooner with kvtier, at no other cost.
+"""Claim: evicted turns of a chat get their first token several times faster with kvtier, at no other cost.
 
 Engines of vLLM's CPU build live in one process and run in turns, so that disturbances affect both.
 

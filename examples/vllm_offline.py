@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", help="float32 where vLLM's CPU build dies of an illegal instruction"
     )
-    parser.add_argument("--enforce-eager", action="store_true", help="start sooner, run slower")
+    parser.add_argument("--enforce-eager", action="store_true", help="start faster, run slower")
     return parser.parse_args()
 
 

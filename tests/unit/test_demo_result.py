@@ -123,8 +123,8 @@ def test_percentiles_interpolate() -> None:
 
 def test_the_table_compares() -> None:
     rows = {row.label.strip(): row for row in summarize(demo_result())}
-    assert rows["time to first token, p50"][1:] == ("700 ms", "80.0 ms", "8.75× sooner")
-    assert rows["wall time"][1:] == ("40.0 s", "16.0 s", "2.5× sooner")
+    assert rows["time to first token, p50"][1:] == ("700 ms", "80.0 ms", "8.75× faster")
+    assert rows["wall time"][1:] == ("40.0 s", "16.0 s", "2.5× faster")
     assert rows["processor time"][1:] == ("36.0 s", "12.0 s", "3× less")
     assert rows["pool in use"].on == "75.0 MiB (15%)"
     assert rows["chunks evicted"].on == "3"
@@ -134,7 +134,7 @@ def test_the_table_compares() -> None:
 def test_the_table_says_when_it_got_worse() -> None:
     result = demo_result()
     rows = {row.label.strip(): row for row in summarize(replace(result, off=result.on, on=result.off))}
-    assert rows["time to first token, p50"].change == "8.75× later"
+    assert rows["time to first token, p50"].change == "8.75× slower"
     assert rows["generated tokens/s"].change == "2.5× fewer"
     assert rows["recomputed"].change == ""
 

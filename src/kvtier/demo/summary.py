@@ -142,7 +142,7 @@ def _less(off: float, on: float) -> str:
     return f"{1 - on / off:.0%} less" if on < off else ""
 
 
-def _time(label: str, off: float, on: float, better: str = "sooner", worse: str = "later") -> Row:
+def _time(label: str, off: float, on: float, better: str = "faster", worse: str = "slower") -> Row:
     change = _times(off, on, better) if on <= off else _times(on, off, worse)
     return Row(label, format_ms(off), format_ms(on), change)
 
