@@ -37,7 +37,8 @@ demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, faster.
 
 # More workers than cores: tests of time limits, servers and processes spend much of their time waiting.
 WORKERS ?= 4
-PARALLEL := -n $(WORKERS) --dist worksteal
+# A file's tests share servers and totals, so they run in one worker.
+PARALLEL := -n $(WORKERS) --dist loadfile
 test: $(DEV) ## Run the tests, a few minutes. ARGS='-k keys' selects some.
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Every exception kvtier raises.
+"""Every exception kvtier raises, how errors show values, and a limit for lines that others cause.
 
     KVTierError
     ├── InputError             misuse: something the caller gave us is wrong
@@ -14,6 +14,10 @@ A miss, a full tier and a pending chunk are return values, never exceptions. Any
 """
 
 from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
 
 _SHOWN = 80
 
@@ -68,3 +72,30 @@ def show_value(value: object) -> str:
     except Exception:  # an int of 5,000 digits, deeply nested lists, any error of a caller's class
         text = f"a value of type {type(value).__name__} that cannot be printed"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+class LogLimit:
+    """Keeps a line that a client or a peer can cause as often as it likes from flooding the log.
+
+    One line of its kind is logged in a minute, and the next one says how many were withheld. Any thread may
+    use it: `if (more := limit.admit()) is not None: logger.warning(...)`.
+    """
+
+    def __init__(self, interval: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval, self._clock = interval, clock
+        self._lock = threading.Lock()
+        self._quiet_until = float("-inf")
+        self._withheld = 0
+
+    def admit(self) -> str | None:
+        """Return the end of a line that may be logged now, or `None` if the line must be withheld.
+
+        A withheld line is counted. The end says how many lines were withheld, and is empty if none was.
+        """
+        with self._lock:
+            if (now := self._clock()) < self._quiet_until:
+                self._withheld += 1
+                return None
+            withheld, self._withheld = self._withheld, 0
+            self._quiet_until = now + self._interval
+        return f"; and {withheld:,} more since the last such line" if withheld else ""

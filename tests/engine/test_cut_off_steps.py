@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from tests.engine.drive import expect, run, tokens
 from tests.engine.test_with_kvtier import engine_with, expect_nothing_left
+from tests.seeds import seeds
 
 from kvtier.config import OffloadingConfig
 from kvtier.engine import SamplingParams
@@ -55,7 +56,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("part", "call"), PLACES, ids=[f"{part}.{call}" for part, call in PLACES])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, few=2))
 def test_a_step_that_is_cut_off_anywhere(
     part: str, call: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

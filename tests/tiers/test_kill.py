@@ -40,7 +40,7 @@ def test_killed_at_every_write(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     writes = int(done.stdout)
-    assert writes > 4 * JOBS * ROWS_PER_JOB, "every row is several writes"
+    assert writes > 4 * JOBS * ROWS_PER_JOB, f"every row is several writes; {done.stderr}"
     expected = kept = 0
     for number in range(1, writes + 1):
         lines = (tmp_path / str(number) / "log").read_text().split("\n")

@@ -17,7 +17,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys", "namespace", "config_fields", "log_limit", "residency", "tier_config"}
+BASE = {"config", "errors", "keys", "namespace", "config_fields", "residency", "tier_config"}
 BELOW_TRANSFER = BASE | {"machine", "policies", "pool", "slot_table"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
@@ -32,7 +32,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "file_hasher": set(),
     "machine": {"config_fields", "errors"},
     "namespace": {"digests", "errors"},
-    "log_limit": set(),
     "native": {"errors"},
     "keys": {"errors", "native"},
     "residency": {"keys"},
@@ -40,9 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "slot_table": BASE | {"policies"},
     "rendezvous": {"errors"},
     "pool": BASE | {"machine", "rendezvous"},
-    "events": {"errors", "keys", "log_limit", "residency"},
+    "events": {"errors", "keys", "residency"},
     "metrics": {"errors"},
-    "index": {"errors", "events", "keys", "log_limit", "metrics"},
+    "index": {"errors", "events", "keys", "metrics"},
     "transfer": BELOW_TRANSFER | {"native"},
     "tiers": BELOW_TRANSFER,
     "offload": BELOW_OFFLOAD,

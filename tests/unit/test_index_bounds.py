@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.errors import LogLimit
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.prefix import FORMS
-from kvtier.log_limit import LogLimit
 
 MiB = 1 << 20
 KEYS: list[Any] = ["engine", "xxh3"]

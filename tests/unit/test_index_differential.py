@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.seeds import seeds
 
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of
@@ -319,7 +320,7 @@ class History:
             assert told == true
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", seeds(6, few=2))
 @pytest.mark.parametrize("form", ["python", "numba"])
 def test_the_index_never_claims_more_than_a_naive_model(form: str, part: int) -> None:
     if form != "python":

@@ -61,11 +61,10 @@ from kvtier.connector.state import (
     read_params,
     read_token_limit,
 )
-from kvtier.errors import InputError
+from kvtier.errors import InputError, LogLimit
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
 from kvtier.keys import OffloadKey
-from kvtier.log_limit import LogLimit
 from kvtier.offload.base import OffloadingSpec, ReadLease, ReqContext, WriteLease
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.residency import MissReason

@@ -23,9 +23,8 @@ from typing import Any
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.metadata import BlockIds, ReqId, RequestView, StepView, yield_req_data
-from kvtier.errors import show_value
+from kvtier.errors import LogLimit, show_value
 from kvtier.keys import OffloadKey, make_offload_keys
-from kvtier.log_limit import LogLimit
 from kvtier.offload.base import ReqContext
 from kvtier.residency import MissReason
 from kvtier.transfer.base import NULL_BLOCK

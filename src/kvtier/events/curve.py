@@ -20,8 +20,7 @@ from typing import Any, Self
 import zmq
 import zmq.auth
 
-from kvtier.errors import ConfigError, InputError, show_value
-from kvtier.log_limit import LogLimit
+from kvtier.errors import ConfigError, InputError, LogLimit, show_value
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"kvtier"

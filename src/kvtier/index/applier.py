@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from kvtier.errors import LogLimit
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, Place, place_of, to_u64
 from kvtier.events.wire_structs import Event
@@ -41,7 +42,6 @@ from kvtier.index.base import (
     tier_of,
 )
 from kvtier.index.translate import Edit, Translator
-from kvtier.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from kvtier.index.compiled.names import CompiledNames

@@ -31,8 +31,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from kvtier.errors import InputError
-from kvtier.log_limit import LogLimit
+from kvtier.errors import InputError, LogLimit
 
 logger = logging.getLogger(__name__)
 

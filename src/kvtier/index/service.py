@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any, Literal, NamedTuple
 
-from kvtier.errors import InputError, KVTierError
+from kvtier.errors import InputError, KVTierError, LogLimit
 from kvtier.events.curve import CurveClient
 from kvtier.events.follow.link import Source
 from kvtier.events.subscriber import Subscriber
 from kvtier.events.updates import Limits, Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.index.base import Hashes, Match
 from kvtier.index.prefix import PrefixIndex
-from kvtier.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,12 @@ from typing import Any
 
 import zmq
 
-from kvtier.errors import InputError, IntegrityError, OutsideError
+from kvtier.errors import InputError, IntegrityError, LogLimit, OutsideError
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publish.encoder import UNENCODABLE, BatchEncoder, EncodedEvent
 from kvtier.events.publish.state import PublishedState, Snapshot
 from kvtier.events.types import AllBlocksCleared, Mark
 from kvtier.events.wire import U64, EventEncoder, batch_ends
-from kvtier.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 

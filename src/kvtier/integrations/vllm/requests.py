@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtier.config import GroupConfig
 from kvtier.connector import CachedRequest, Explanation
-from kvtier.log_limit import LogLimit
+from kvtier.errors import LogLimit
 from kvtier.offload import MissReason
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.connector_kit import Clock
 
-from kvtier.log_limit import LogLimit
+from kvtier.errors import LogLimit
 
 
 def test_one_line_passes_in_an_interval_and_the_next_counts_the_others() -> None:
