@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARCPolicy, CachePolicy, LRUPolicy, Slots
-from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook
+from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook, slot_array
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,9 @@ class SlotTable:
         if self._doomed:
             used = (self.readers == WRITING) if writing else (self.readers > 0)
             oldest = {key: slot for slot, key in reversed(self._doomed.items()) if used[slot]}
-            slots = _array([oldest.get(key, slot) for key, slot in zip(keys, slots.tolist(), strict=True)])
+            slots = slot_array(
+                [oldest.get(key, slot) for key, slot in zip(keys, slots.tolist(), strict=True)]
+            )
         return slots
 
     def shortfall(self, keys: list[OffloadKey]) -> int:
@@ -305,7 +307,7 @@ class SlotTable:
         book, readers, held = self._book, self.readers, self.held_slots()
         busy = held[readers[held] != 0]
         self._doomed.update(zip(busy.tolist(), book.keys(busy), strict=True))
-        used = _array(list(self._doomed))
+        used = slot_array(list(self._doomed))
         left = np.zeros(self.num_slots, dtype=np.int64)
         left[used] = readers[used]
         self._open_book(left, used)
@@ -320,7 +322,7 @@ class SlotTable:
             over = [slot for slot in over if self.readers[slot] == readers]
             for slot in over:
                 del self._doomed[slot]
-            self._book.free(_array(over))
+            self._book.free(slot_array(over))
 
     def _stamp(self, slots: Slots) -> None:
         """Give ticks to slots; the first slot gets the highest."""
@@ -421,7 +423,7 @@ class SlotTable:
 
     def free_holes(self) -> None:
         """Free the slots that `restore` left empty, so that the lowest slot is used first."""
-        holes = _array(sorted(self._doomed, reverse=True))
+        holes = slot_array(sorted(self._doomed, reverse=True))
         self._doomed.clear()
         self._book.free(holes)
 
@@ -450,7 +452,3 @@ class SlotTable:
 
 def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray | list) else value
-
-
-def _array(slots: list[int]) -> Slots:
-    return np.array(slots, dtype=np.int64)

@@ -108,6 +108,9 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self.pool.lookup(key, req_context)
 
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return self.pool.lookup_many(keys, req_context)
+
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
     ) -> int | None:

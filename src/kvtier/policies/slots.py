@@ -56,17 +56,17 @@ class PythonBook:
 
     def leading(self, keys: list[OffloadKey], /) -> int:
         """Count the leading keys that are ready."""
-        slots = _array([self._slots[key] for key in takewhile(self._slots.__contains__, keys)])
+        slots = slot_array([self._slots[key] for key in takewhile(self._slots.__contains__, keys)])
         writing = self._readers[slots] == WRITING
         return int(writing.argmax()) if writing.any() else len(slots)
 
     def find(self, keys: list[OffloadKey], /) -> Slots:
         """Return the slot of each key, `ABSENT` where it has none."""
-        return _array([self._slots.get(key, ABSENT) for key in keys])
+        return slot_array([self._slots.get(key, ABSENT) for key in keys])
 
     def held(self, keys: list[OffloadKey], /) -> Slots:
         """Return the slots of the keys that have one, in the order of the keys, each once."""
-        return _array([self._slots[key] for key in dict.fromkeys(keys) if key in self._slots])
+        return slot_array([self._slots[key] for key in dict.fromkeys(keys) if key in self._slots])
 
     def missing(self, keys: list[OffloadKey], /) -> list[OffloadKey]:
         """Return the keys without a slot, each once."""
@@ -85,7 +85,7 @@ class PythonBook:
             self._is_free[slot] = False
         self._readers[slots] = WRITING
         self._stored_by[slots] = user
-        return _array(slots)
+        return slot_array(slots)
 
     def complete(self, keys: list[OffloadKey], /) -> list[OffloadKey]:
         """Make those of the keys ready that are being written, and return them."""
@@ -171,7 +171,7 @@ class PythonBook:
 
     def free_slots(self) -> Slots:
         """Return the free slots; the last is used next."""
-        return _array(self._free)
+        return slot_array(self._free)
 
 
 class PythonGhosts:
@@ -200,7 +200,7 @@ class PythonGhosts:
 
         `None` means that all are unknown.
         """
-        lists = _array([self._forget(key) for key in keys])
+        lists = slot_array([self._forget(key) for key in keys])
         return lists if (lists != ABSENT).any() else None
 
     def sizes(self) -> tuple[int, int]:
@@ -254,11 +254,11 @@ class PythonRecency:
 
         It looks at no slot behind them.
         """
-        return _array(list(islice((slot for slot in self._order if allowed[slot]), max(0, count))))
+        return slot_array(list(islice((slot for slot in self._order if allowed[slot]), max(0, count))))
 
     def slots(self) -> Slots:
         """Return all slots, the least recent first."""
-        return _array(list(self._order))
+        return slot_array(list(self._order))
 
 
 class ClearedChunks:
@@ -307,7 +307,8 @@ class ClearedChunks:
         return list(dict.fromkeys(taken))
 
 
-def _array(slots: list[int]) -> Slots:
+def slot_array(slots: list[int]) -> Slots:
+    """Return slots as the array that books and policies take."""
     return np.array(slots, dtype=np.int64)
 
 

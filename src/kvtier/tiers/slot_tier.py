@@ -20,9 +20,9 @@ import numpy as np
 
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
-from kvtier.policies.slots import ABSENT, ClearedChunks
+from kvtier.policies.slots import ABSENT, ClearedChunks, slot_array
 from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
-from kvtier.slot_table import SlotTable
+from kvtier.slot_table import NO_SLOTS, SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowJob, TierResult
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.seal import SealScope
@@ -195,7 +195,7 @@ class SlotTier(IOTier):
         if not wanted:
             self._record_refused(missing)
             return []
-        spared = table.held(offered) if len(missing) < len(offered) else _NO_SLOTS
+        spared = table.held(offered) if len(missing) < len(offered) else NO_SLOTS
         slots, evicted, victims = table.reserve(wanted, spared)
         taken = wanted[: len(slots)]
         if len(taken) < len(missing):
@@ -326,8 +326,8 @@ class SlotTier(IOTier):
         self._bad_rows.update(slots)
         bad = [slot for slot in slots if self._bad_rows[slot] >= _BAD_ROWS]
         if bad:
-            self._expect_table().pin(_array(bad))  # for ever, so the slot never becomes free
-        self._drop(_array(slots), reason)
+            self._expect_table().pin(slot_array(bad))  # for ever, so the slot never becomes free
+        self._drop(slot_array(slots), reason)
 
     def _drop(self, slots: Slots, reason: MissReason) -> None:
         """Make chunks absent, on the backend too. Their slots become free when the deletion is done."""
@@ -462,13 +462,6 @@ class SlotTier(IOTier):
     def _expect_table(self) -> SlotTable:
         assert self._table is not None, "rows come back only from a table that gave them slots"
         return self._table
-
-
-_NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
-
-
-def _array(slots: list[int]) -> Slots:
-    return np.array(slots, dtype=np.int64)
 
 
 def _as_list(keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -32,7 +32,7 @@ from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.residency import MissReason
-from kvtier.slot_table import SlotTable
+from kvtier.slot_table import NO_SLOTS, SlotTable
 from kvtier.tiers.base import Direction, TierResult
 from kvtier.tiers.disk.files import DiskFiles, OpenedFiles, PlaceRefused
 from kvtier.tiers.disk.folder import (
@@ -129,7 +129,7 @@ class DiskTier(SlotTier):
         self._prices_known = False
         # Restored rows that are not announced yet: their slots in order; a flag per slot; whether any is
         # left.
-        self._to_announce = _NO_SLOTS
+        self._to_announce = NO_SLOTS
         self._silent = np.zeros(0, dtype=np.bool_)
         self._some_silent = False
         self._describing = IOCall()
@@ -410,7 +410,7 @@ class DiskTier(SlotTier):
         self._io.give_up(MissReason.IO_FAILED, why=why)
         for result in self._io.poll():
             self._settle(result)
-        self._to_announce = _NO_SLOTS
+        self._to_announce = NO_SLOTS
         self._forget_all(MissReason.LOST)
         if self._io.stuck_rows() or self._io.open_calls:
             return  # calls still use the old slots and files: try again at the next poll
@@ -441,7 +441,7 @@ class DiskTier(SlotTier):
         self._take_opened()
         self._suffix = suffix
         if self._files is not None:
-            self._to_announce = _NO_SLOTS
+            self._to_announce = NO_SLOTS
             super().reset(suffix)
             self._io.hold(Direction.DEMOTE)
         can_write = self._files is None or self._writable() is not None
@@ -537,9 +537,6 @@ class DiskTier(SlotTier):
                 self._epoch_error or f"the folder did not answer within {timeout:g} s",
             )
         return has_ended
-
-
-_NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
 def _save_epoch(
