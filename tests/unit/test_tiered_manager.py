@@ -352,6 +352,27 @@ def test_a_row_whose_slot_is_needed_leaves_unwritten() -> None:
     tiered.manager.check()
 
 
+def test_a_row_on_its_way_to_several_tiers_leaves_unwritten() -> None:
+    tiered = Tiered(num_tiers=2)
+    tiered.store(*range(16))
+    tiered.poll()
+    assert [[job.keys for job in tier.demotions.values()] for tier in tiered.tiers] == [[keys(0, 1)]] * 2
+    tiered.store(*range(16, 32))
+    assert all(tiered.ready(*range(16, 32)))
+    assert tiered.manager.unwritten == 32, "every row counts for each tier"
+
+
+def test_a_tier_gives_back_the_rows_that_another_tier_has_given_back() -> None:
+    tiered = Tiered(32, num_tiers=2)
+    tiered.store(*range(32))
+    tiered.poll()
+    output = tiered.manager.prepare_store(keys(*range(40, 69)), context())
+    assert output is not None
+    assert len(output.keys_to_store) == 29
+    assert [len(job.lent) for job in tiered.manager._demotions._jobs] == [3, 3]
+    tiered.manager.check()
+
+
 def away(tiered: Tiered) -> None:
     """Have the tier take no rows."""
     tiered.tier.takes_rows = lambda: False  # type: ignore[method-assign]

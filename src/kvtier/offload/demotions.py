@@ -158,14 +158,22 @@ class Demotions:
                 self.offer(queue.tier, result.keys)
 
     def make_room(self, count: int) -> None:
-        """Unpin up to `count` slots whose rows no thread has begun to write, the newest first."""
+        """Unpin rows that no thread has begun to write, the newest first, until `count` slots are unread.
+
+        A row on its way into several tiers is withdrawn from each of them.
+        """
+        still_read: set[int] = set()  # the slots of rows that only some of their tiers have given back
         for job, queue in reversed(list(self._jobs.items())):
             if count <= 0:
                 return
-            withdrawn = queue.tier.withdraw(job, sorted(job.lent)[-count:])
+            is_next = [slot in still_read for slot in job.slots.tolist()]
+            lent = sorted(job.lent, key=lambda at: (is_next[at], at))
+            withdrawn = queue.tier.withdraw(job, lent[-count:])
             self.unwritten += len(withdrawn)
-            count -= len(withdrawn)
             self._unpin(job, withdrawn)
+            read = self._pool.read_slots(job.slots_at(withdrawn))
+            still_read.update(read)
+            count -= len(withdrawn) - len(read)
 
     def _unpin(self, job: RowJob, positions: list[int]) -> None:
         """Unpin rows that a tier is done with."""

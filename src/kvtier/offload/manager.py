@@ -245,6 +245,11 @@ class CPUOffloadingManager(OffloadingManager):
         """Count the slots that are lacking to store these keys, beyond the free and evictable slots."""
         return self._table.shortfall(keys)
 
+    def read_slots(self, slots: Slots) -> list[int]:
+        """Return those of the slots that a job still reads."""
+        read: list[int] = slots[self._table.readers[slots] > 0].tolist()
+        return read
+
     def demotable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks that are ready and may leave the pool.
 
