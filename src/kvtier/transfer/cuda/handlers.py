@@ -225,7 +225,7 @@ class CudaHandler(JobHandler[CudaJob]):
     # -- pieces, with `_lock` held -----------------------------------------------------------------
 
     def _update_progress(self, done: int = -1) -> None:
-        """KernelArgs the pieces that have arrived. Those up to number `done` are known to have."""
+        """Record the pieces that have arrived. Those up to number `done` are known to have."""
         under_way, lane = self._under_way, self._lane
         try:
             while under_way and (under_way[0].number <= done or lane.is_done(under_way[0].number)):
@@ -281,7 +281,7 @@ class CudaHandler(JobHandler[CudaJob]):
         return True
 
     def _record_enqueued(self, job: CudaJob, number: int) -> None:
-        """KernelArgs that the next piece of a job was enqueued."""
+        """Record that the next piece of a job was enqueued."""
         position = job.num_enqueued
         piece = job.pieces[position]
         self._under_way.append(_UnderWay(number, job, position, piece))
