@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from kvtier.errors import IntegrityError
@@ -24,6 +29,29 @@ def remove(*hashes: int) -> Change:
 
 def mark_of(*hashes: int, epoch: int = 1) -> Mark:
     return Mark(epoch, len(hashes), sum(hashes) % (1 << 64))
+
+
+def test_blocks_may_be_counted_while_another_thread_adds_ranks() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    shown, is_over = RankSums(is_open=False), threading.Event()
+
+    def count() -> None:
+        while not is_over.is_set():
+            assert shown.blocks >= 0
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            counting = pool.submit(count)
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until and not counting.done():
+                shown = RankSums(is_open=False)
+                for rank in range(64):
+                    shown.add(rank, store(rank))
+            is_over.set()
+            counting.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_mark_confirms_what_was_seen_from_the_start() -> None:

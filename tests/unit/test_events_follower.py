@@ -435,6 +435,29 @@ def test_a_replay_of_ours_that_leaves_something_out_is_followed_by_a_snapshot(le
     bench.assert_exact()
 
 
+def test_a_state_of_more_ranks_than_numbers_is_followed_by_a_snapshot() -> None:
+    """Such a replay has several batches under one number, and the replica would lack all but the first."""
+    bench = ours()
+    bench.join()
+    bench.publish()
+    bench.publish()
+    bench.live(bench.publish())
+    request, newest = bench.follower.request, bench.publisher.newest
+    assert request is not None
+    assert request.kind is RequestKind.REPLAY
+    cleared = ENCODER.event(AllBlocksCleared())
+    replies = [(newest - 2, 0), (newest - 1, 1), (newest - 1, 2)]
+    for seq, rank in replies:
+        bench.follower.reply(request, seq, frame_batch(1.0, [cleared], rank), bench.now)
+    for reply in bench.publisher.answer(request.data)[-1:]:
+        bench.follower.reply(request, *reply, bench.now)
+    bench.follower.end(request, bench.now)
+    bench.take()
+    assert bench.follower.blocks is None  # so no status or live batch makes it exact
+    assert RequestKind.SNAPSHOT in bench.recover()
+    bench.assert_exact()
+
+
 def test_a_burnt_number_is_repaired_from_the_state() -> None:
     bench = ours()
     bench.join()

@@ -31,6 +31,7 @@ from kvtier.errors import IntegrityError
 from kvtier.events import AllBlocksCleared, ZmqEventPublisher, decode_batch
 from kvtier.events.publish import replay as replay_module
 from kvtier.events.publish.sender import Ring
+from kvtier.events.publish.state import RankBatch
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 
@@ -196,6 +197,23 @@ def test_a_large_state_is_spread_and_padded(client: Client, monkeypatch: pytest.
         tight = replay(made, 46, client)
         assert numbers(tight) == list(range(46, 50))
         assert held(consume(tight)) == set(range(1, 51))
+
+
+def test_a_state_under_few_numbers_is_copied_once() -> None:
+    """Copying what has been joined so far with each part holds the interpreter for minutes."""
+    copied = 0
+
+    class Counted(bytes):
+        def __add__(self, other: bytes) -> bytes:
+            nonlocal copied
+            copied += len(self) + len(other)
+            return Counted(bytes(self) + other)
+
+    parts = [RankBatch(rank, 2, Counted(b"%03d" % n)) for rank in (0, 1) for n in range(100)]
+    got = [one for one in replay_module._spread(parts, 3, 2) if one is not None]
+    assert [(one.rank, one.number) for one in got] == [(0, 2), (0, 198), (1, 200)]
+    assert b"".join(one.events for one in got) == b"".join(one.events for one in parts)
+    assert not copied
 
 
 def test_from_far_back_there_are_no_fillers(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -537,6 +537,11 @@ class Follower(Generic[B]):
                 self._refuse(f"batch {seq} is not what it was")
                 return
             request.is_continued = True
+        if request.applied and seq <= self.position:
+            # One of ours sends a state of more ranks than numbers like this; the rest of it would be lost.
+            if payload != self._last:
+                self._refuse(f"batch {seq} came twice in the replay")
+            return
         if seq <= self.position or (seq > self.position + 1 and not self._can_skip_to(seq)):
             return
         batch = self._read(payload)

@@ -66,8 +66,8 @@ class RankSums:
 
     @property
     def blocks(self) -> int:
-        """The number of held blocks."""
-        return sum(blocks for blocks, _ in self._ranks.values())
+        """The number of held blocks. Any thread may ask, while another adds ranks."""
+        return sum(blocks for blocks, _ in list(self._ranks.values()))
 
     @property
     def digest(self) -> int:

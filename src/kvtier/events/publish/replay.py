@@ -332,22 +332,30 @@ def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> It
     If there are fewer numbers than ranks, there is still one batch per rank. `None` comes while no batch is
     ready.
     """
-    waiting: RankBatch | None = None
+    waiting: list[RankBatch] = []  # of one rank; joined once, because each copy stops all threads
     for batch in batches:
         if batch is None:
             yield None
-        elif waiting is None:
-            waiting = batch
-        elif batch.rank != waiting.rank or numbers > ranks:
-            yield waiting
+        elif not waiting:
+            waiting.append(batch)
+        elif batch.rank != waiting[0].rank or numbers > ranks:
+            yield _join(waiting)
             numbers -= 1
-            ranks -= batch.rank != waiting.rank
-            waiting = batch
+            ranks -= batch.rank != waiting[0].rank
+            waiting = [batch]
         else:
-            waiting = RankBatch(batch.rank, waiting.number + batch.number, waiting.events + batch.events)
+            waiting.append(batch)
             yield None
-    if waiting is not None:
-        yield waiting
+    if waiting:
+        yield _join(waiting)
+
+
+def _join(batches: list[RankBatch]) -> RankBatch:
+    """Return one batch with the events of some batches of one rank."""
+    if len(batches) == 1:
+        return batches[0]
+    number, events = sum(one.number for one in batches), b"".join(one.events for one in batches)
+    return RankBatch(batches[0].rank, number, events)
 
 
 def _connection_of(frame: zmq.Frame) -> int | None:
