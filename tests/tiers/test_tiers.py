@@ -129,6 +129,37 @@ def test_rows_keep_their_columns_when_only_some_are_taken() -> None:
     assert tier.close(30)
 
 
+def test_the_slot_of_a_dropped_row_is_not_given_out_before_the_row_is_deleted() -> None:
+    """Otherwise the deletion, which names the slot, could hit the next row in it."""
+    may_delete = threading.Event()
+
+    class SlowlyDeletingBackend(MemoryBackend):
+        def delete(self, rows: Sequence[BackendRow]) -> None:
+            assert may_delete.wait(60)
+            super().delete(rows)
+
+    backend = SlowlyDeletingBackend()
+    tier = make_memory_tier(1, ROW_BYTES, backend=backend)
+    tier.set_buffer(RowBuffer(memoryview(bytearray(2 * ROW_BYTES)), ROW_BYTES))
+    first, second = OffloadKey(b"1" * 36), OffloadKey(b"2" * 36)
+    assert tier.demote(RowJob(1, Direction.DEMOTE, [first], np.array([0]), 1e9)) == [0]
+    while tier.stats().demoted < 1:
+        assert tier.wait_any(30)
+        tier.poll()
+    ((_, content),) = backend.rows.values()
+    content[0] ^= 1
+    tier.promote(RowJob(2, Direction.PROMOTE, [first], np.array([1]), 1e9))
+    while tier.stats().failed_checks < 1:
+        assert tier.wait_any(30)
+        tier.poll()
+    assert tier.demote(RowJob(3, Direction.DEMOTE, [second], np.array([0]), 1e9)) == []
+    may_delete.set()
+    while not tier.demote(RowJob(4, Direction.DEMOTE, [second], np.array([0]), 1e9)):
+        tier.wait_any(0.1)
+        tier.poll()
+    assert tier.close(30)
+
+
 class CountedKey(bytes):
     """Counts how often any key is hashed."""
 

@@ -9,10 +9,16 @@ import pytest
 from tests.unit.connector_kit import BLOCK, Clock, Host, ManagerOnlySpec, Request, make_config, make_host
 
 from kvtier.config import GroupConfig, Recompute
-from kvtier.connector import CachedRequest, KVConnectorOutput, OffloadingConnectorScheduler, StepView
+from kvtier.connector import (
+    CachedRequest,
+    KVConnectorOutput,
+    OffloadingConnectorScheduler,
+    StepView,
+    TransferReport,
+)
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved, BlockStored
-from kvtier.offload import CPUOffloadingManager, GPULoadStoreSpec, MissReason
+from kvtier.offload import CPUOffloadingManager, GPULoadStoreSpec, MissReason, TransferResult
 
 PROMPT = list(range(100, 126))  # 26 tokens: six blocks and a tail
 
@@ -151,6 +157,30 @@ def test_a_failed_load_is_not_offered_again_and_what_failed_is_stored_anew() -> 
     assert (explanation.first_missing_token, explanation.from_tiers) == (8, {"cpu": 16})
     host.report(meta.store_jobs["b"])
     assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (24, True)
+
+
+def test_a_failed_load_is_offered_again_only_after_a_preemption() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    job, blocks = load(host, request)
+    host.report(job, success=False)
+    assert host.scheduler.get_num_new_matched_tokens(request, 0) == (0, False), "though all chunks are there"
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (24, True)
+    host.run_new(request, (blocks[0] + [77],))
+    host.scheduler.build_connector_meta(StepView(preempted_req_ids={"b"}))
+    assert host.scheduler.get_num_new_matched_tokens(request, 0) == (24, True)
+
+
+def test_a_load_that_fails_after_its_request_ended_is_no_failure_of_the_next_one_of_that_id() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    first, second = Request("b", PROMPT), Request("b", PROMPT)
+    job, _ = load(host, first)
+    assert host.scheduler.request_finished(first) == (True, None)
+    assert host.scheduler.get_num_new_matched_tokens(second, 0)[0] is None, "it waits for the chunks' load"
+    host.report(job, success=False)
+    assert host.scheduler.get_num_new_matched_tokens(second, 0) == (24, True)
 
 
 def test_of_a_chunk_that_came_short_only_the_missing_blocks_count_as_computed() -> None:
@@ -297,6 +327,37 @@ def test_a_preempted_requests_blocks_are_fenced_until_its_stores_are_over() -> N
     assert meta.jobs_to_flush == {job}, "a block that the store still reads was handed on"
     host.report(job)
     assert host.scheduler.request_finished(request) == (False, None), "it holds no blocks any more"
+
+
+def test_a_preempted_request_that_ends_before_its_stores_holds_no_blocks() -> None:
+    host = make_host()
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    job = host.run_new(request, host.blocks(7)).store_jobs["a"]
+    host.scheduler.build_connector_meta(StepView(preempted_req_ids={"a"}))
+    assert host.scheduler.request_finished(request) == (False, None)
+    output = KVConnectorOutput(reports=[TransferReport(0, TransferResult(job, success=True))])
+    host.scheduler.update_connector_output(output)
+    assert output.finished_sending == set(), "the engine has freed its blocks, and waits for no word of them"
+    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (24, True)
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_the_end_of_a_store_is_not_reported_for_the_next_request_of_the_same_id(is_loading: bool) -> None:
+    host = make_host()
+    host.cache(Request("cached", PROMPT))
+    first, second = Request("a", list(range(9))), Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(first, 0)
+    job = host.run_new(first, host.blocks(3)).store_jobs["a"]
+    assert host.scheduler.request_finished(first) == (True, None)
+    if is_loading:
+        load(host, second)
+        assert host.scheduler.request_finished(second) == (True, None), "its load runs"
+    else:
+        assert host.scheduler.get_num_new_matched_tokens(second, 0) == (24, True)
+    output = KVConnectorOutput(reports=[TransferReport(0, TransferResult(job, success=True))])
+    host.scheduler.update_connector_output(output)
+    assert output.finished_sending == set(), "the engine would free the blocks of the second request"
 
 
 def test_blocks_given_to_a_request_that_was_never_asked_about_are_fenced_too() -> None:

@@ -389,6 +389,15 @@ def back(tiered: Tiered) -> list[OffloadKey]:
     return sorted(tiered.tier.held)
 
 
+def test_a_reset_forgets_offers() -> None:
+    tiered = Tiered(4)
+    away(tiered)
+    tiered.store(0)
+    tiered.manager.reset_cache()
+    assert back(tiered) == []
+    assert tiered.manager.unwritten == 0, "a row that a reset made absent was not lost for want of time"
+
+
 def test_an_offer_lasts_as_long_as_its_row_is_in_the_pool() -> None:
     tiered = Tiered(4)
     away(tiered)
