@@ -3,8 +3,8 @@
 An engine computes prompts that share prefixes in changing company: other batches, other cuts into steps,
 answers that a later prompt repeats. Every hit is audited (`audit: 1`). The script counts audited chunks and
 mismatches, and shows the distances beside the tolerance. Then the weights change by a little, and it shows
-the distances that an audit must find: another matrix in one layer, and 3 % of noise on all weights. There is
-no peer: nobody else compares.
+the distances of changed weights: another matrix in one layer, which an audit must find, and 3 % of noise on
+all weights, which rounding could explain in bfloat16. There is no peer: nobody else compares.
 
 `--engine kvtier` needs no other engine; `--engine vllm` runs inside vLLM, on a GPU if there is one.
 """
