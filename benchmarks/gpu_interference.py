@@ -36,27 +36,13 @@ import torch
 import triton
 import triton.language as tl
 from _gpu import DEVICE, WAYS, BareCopies, Rig, is_over, new_stream, new_timer
+from _shapes import LLAMA_8B
 from triton.language.extra.cuda import globaltimer, smid
 
 from kvtier.engine import Decoder, ModelConfig
 from kvtier.engine.config import weight_shapes
 from kvtier.engine.model import ForwardBatch, SequenceSlice
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
 JOB = 256 << 20
 LAYOUTS = {"layers": (32 << 10, 64), "blocks": (2 << 20, 1)}
 """Bytes and number of a block's pages: separate by layer and by K and V, or all in one run of memory.

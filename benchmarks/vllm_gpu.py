@@ -34,27 +34,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from _shapes import LLAMA_8B
 from _vllm_arm import Arm, ArmPlan, Chats
 
 from kvtier.report.plots import Log, Plot
 
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-SMALL = LLAMA_8B | {
+LARGE = LLAMA_8B | {"torch_dtype": "bfloat16"}
+SMALL = LARGE | {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -79,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 GPU = Sizes(
-    model=LLAMA_8B,
+    model=LARGE,
     options={
         "dtype": "bfloat16",
         "load_format": "dummy",

@@ -14,6 +14,10 @@ from typing import Generic, TypeVar
 
 from kvtier.keys import OffloadKey
 
+MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
+"""The words for the pool and for the tiers below it in events."""
+
 
 @dataclass(slots=True)
 class OffloadingEvent:

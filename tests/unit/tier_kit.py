@@ -13,9 +13,9 @@ from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.promotions import PromotionRequest, RemoteLookup
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.offload.waits import TierWait
-from kvtier.residency import MissReason, OffloadingEvent
+from kvtier.residency import MEDIUM_STORAGE, MissReason, OffloadingEvent
 from kvtier.testing.manager_suite import key, keys
-from kvtier.tiers.base import MEDIUM_STORAGE, RowBuffer, RowJob, Tier, TierResult, TierStats
+from kvtier.tiers.base import RowBuffer, RowJob, Tier, TierResult, TierStats
 
 ROW = 4096
 

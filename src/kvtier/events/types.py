@@ -16,10 +16,10 @@ from typing import Any, Self
 import msgspec
 
 from kvtier.errors import InputError
+from kvtier.residency import MEDIUM_CPU as MEDIUM_CPU
+from kvtier.residency import MEDIUM_STORAGE as MEDIUM_STORAGE
 
 MEDIUM_GPU = "GPU"
-MEDIUM_CPU = "CPU"
-MEDIUM_STORAGE = "STORAGE"
 
 ExternalBlockHash = bytes | int
 """A block hash outside the engine: all its bytes, or its low 64 bits."""

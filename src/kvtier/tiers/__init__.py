@@ -8,9 +8,8 @@ tier and backend passes.
 
 from __future__ import annotations
 
+from kvtier.residency import MEDIUM_CPU, MEDIUM_STORAGE
 from kvtier.tiers.base import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
     Backend,
     BackendRow,
     Direction,

@@ -30,9 +30,6 @@ from kvtier.policies import Slots
 from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.tiers.seal import SealScope
 
-MEDIUM_CPU = "CPU"
-MEDIUM_STORAGE = "STORAGE"
-
 
 class Direction(IntEnum):
     """The direction in which rows move. The lower value goes first."""

@@ -21,9 +21,8 @@ from typing import TypeVar
 
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
-from kvtier.residency import BoundedKeyMap, MissReason
+from kvtier.residency import MEDIUM_STORAGE, BoundedKeyMap, MissReason
 from kvtier.tiers.base import (
-    MEDIUM_STORAGE,
     Direction,
     RowBatch,
     RowBuffer,

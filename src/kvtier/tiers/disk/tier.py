@@ -386,7 +386,7 @@ class DiskTier(SlotTier):
             try:
                 self._own()
                 put_down = self._epoch_writer()
-                _save_epoch(put_down, nobody, lambda seconds: not never.wait(min(seconds, 0.2)))
+                _write_epoch(put_down, nobody, lambda seconds: not never.wait(min(seconds, 0.2)))
             except (OSError, OutsideError) as error:
                 self._epoch_error = str(error)
                 raise
@@ -463,7 +463,7 @@ class DiskTier(SlotTier):
         self._epoch_written = written = threading.Event()
 
         def save() -> None:  # retries here, because an idle engine does not poll
-            _save_epoch(put_down, written, lambda seconds: not self._ending.wait(seconds))
+            _write_epoch(put_down, written, lambda seconds: not self._ending.wait(seconds))
 
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_unsaved = error is not None or (files, epoch) != (self._files, self._scope.epoch)
@@ -539,7 +539,7 @@ class DiskTier(SlotTier):
         return has_ended
 
 
-def _save_epoch(
+def _write_epoch(
     put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]
 ) -> None:
     """Write an epoch to the disk, with retries. Runs on an I/O thread."""
