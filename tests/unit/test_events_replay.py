@@ -58,6 +58,13 @@ def publish(made: ZmqEventPublisher, count: int) -> None:
     made.check()
 
 
+def publish_large(made: ZmqEventPublisher, blocks: int) -> None:
+    """Publish a state of about 10 kB a block: more than the buffers on the way take."""
+    for n in range(1, blocks + 1):
+        made.publish(batch(stored([1000 + n], token_ids=[7] * 10_000, block_size=10_000)))
+    made.check()
+
+
 def numbers(messages: list[tuple[int, bytes]]) -> list[int]:
     return [seq for seq, _ in messages]
 
@@ -210,9 +217,12 @@ def test_a_state_under_few_numbers_is_copied_once() -> None:
             return Counted(bytes(self) + other)
 
     parts = [RankBatch(rank, 2, Counted(b"%03d" % n)) for rank in (0, 1) for n in range(100)]
-    got = [one for one in replay_module._spread(parts, 3, 2) if one is not None]
-    assert [(one.rank, one.number) for one in got] == [(0, 2), (0, 198), (1, 200)]
-    assert b"".join(one.events for one in got) == b"".join(one.events for one in parts)
+    got = [batches for batches in replay_module._spread(parts, 3, 2) if batches is not None]
+    found = [(batches[0].rank, sum(one.number for one in batches)) for batches in got]
+    assert found == [(0, 2), (0, 198), (1, 200)]
+    assert [one for batches in got for one in batches] == parts
+    for batches in got:
+        assert b"".join(one.events for one in batches) in replay_module._frame(batches)
     assert not copied
 
 
@@ -477,10 +487,10 @@ def test_clients_together_have_a_bound(client: Client, monkeypatch: pytest.Monke
     with publisher(**PLAIN) as made:
         made.publish(batch(stored(list(range(1, 20_001)))))
         made.check()
-        monkeypatch.setattr(replay_module, "_has_sent_all", lambda connection: False)
         first = client.open(zmq.DEALER, made.replay_endpoint)
         answered = len(list(ask(first, 0)))
         wait_until(lambda: made.stats().sessions == 0, "the answer")
+        monkeypatch.setattr(replay_module, "_has_sent_all", lambda connection: False)
         second = client.open(zmq.DEALER, made.replay_endpoint)
         second.send_multipart([b"", bytes(8)])
         assert receive(second) == [b"", b"error: busy, try again later", END, b""]
@@ -505,8 +515,106 @@ def test_a_snapshot_that_was_read_frees_its_place(client: Client, monkeypatch: p
         assert made.stats().refused == 0
 
 
+def test_slow_clients_keep_to_the_bound_and_others_are_served(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound was looked at when an answer began: answers that began together went far beyond it."""
+    monkeypatch.setattr(replay_module, "MAX_QUEUED", 300_000)
+    monkeypatch.setattr(replay_module, "_ONE_MESSAGE", 50_000)
+    with publisher(**PLAIN) as made:
+        publish_large(made, 600)
+        server = made._loop.replay
+        assert server is not None
+        for _ in range(8):
+            client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096).send_multipart(
+                [b"", b"snapshot"]
+            )
+
+        def all_wait() -> bool:
+            sessions = list(server._sessions.values())  # a client that comes when all is used up is refused
+            came = len(sessions) + made.stats().refused == 8
+            return came and all(session.backoff > 0.01 for session in sessions)
+
+        wait_until(all_wait, "all to have their share")
+        assert server._counted_bytes() <= 300_000 + 8 * 50_000
+        server._served.clear()
+        monkeypatch.setattr(server, "queued_bytes", lambda: 299_999)  # there is room for one more session
+        assert len(consume(replay(made, b"snapshot", client)).held) == 600
+
+
+def test_a_state_in_one_message_waits_for_the_others(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each client that asked from just before the ring had a copy of the whole state queued."""
+    with publisher(buffer_steps=1, **PLAIN) as made:
+        publish_large(made, 600)
+        monkeypatch.setattr(replay_module, "MAX_QUEUED", 1 << 20)
+        server = made._loop.replay
+        assert server is not None
+        clients = [client.open(zmq.DEALER, made.replay_endpoint) for _ in range(3)]
+        monkeypatch.setattr(replay_module, "_has_sent_all", lambda connection: False)
+        for dealer in clients:
+            dealer.send_multipart([b"", (598).to_bytes(8, "big")])
+        wait_until(lambda: len(server) + len(server._served) == 3 and server._counted_bytes(), "the first")
+        wait_until(lambda: all(one.backoff > 0.01 for one in server._sessions.values()), "the others")
+        assert 6_000_000 < server._counted_bytes() < 7_000_000  # the state once
+        monkeypatch.undo()
+        for dealer in clients:
+            messages = []
+            while (frames := receive(dealer))[-2] != END:
+                messages.append((0, frames[-1]))
+            assert len(consume(messages).held) == 600
+
+
+def test_slow_readers_of_snapshots_do_not_keep_others_waiting(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two readers kept their snapshots, and no other was made until they had read everything."""
+    monkeypatch.setattr("kvtier.events.publish.sender._SHARED_FOR", 0.0)
+    monkeypatch.setattr("kvtier.events.publish.sender._USED_BYTES", 0)
+    monkeypatch.setattr("kvtier.events.publish.sender._READ_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier.events.publish.sender._READ_RATE", 1 << 40)
+    monkeypatch.setattr(replay_module, "STALLED_AFTER", 1e9)
+    with publisher(buffer_steps=1, **PLAIN) as made:
+        publish_large(made, 600)
+        sender, slow = made._loop.sender, []
+        for number in range(3):
+            slow.append(client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096))
+            slow[-1].send_multipart([b"", b"snapshot"])
+            wait_until(lambda number=number: made.stats().snapshots == number + 1, "a snapshot")
+            wait_until(lambda: not sender.is_making_snapshot, "all of it")
+            made.publish(batch(stored([number + 1])))
+            made.check()
+        assert len(consume(replay(made, b"snapshot", client)).held) == 603
+        assert len(sender._used) <= 2
+        while (frames := receive(slow[0]))[-2] != END:
+            pass
+        assert frames[1:] == [b"error: the answer was read too slowly, and others wait: try again", END, b""]
+        assert made.stats().stalled <= 2
+
+
+def test_small_snapshots_that_are_read_slowly_may_be_many(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.events.publish.sender._SHARED_FOR", 0.0)
+    with publisher(buffer_steps=1, **PLAIN) as made:
+        publish_large(made, 600)
+        sender, slow = made._loop.sender, []
+        for number in range(6):
+            slow.append(client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096))
+            slow[-1].send_multipart([b"", b"snapshot"])
+            wait_until(lambda number=number: made.stats().snapshots == number + 1, "a snapshot")
+            wait_until(lambda: not sender.is_making_snapshot, "all of it")
+            made.publish(batch(stored([number + 1])))
+            made.check()
+        assert made.stats().sessions == 6
+        assert made.stats().stalled == 0
+
+
 def test_snapshots_that_are_read_slowly_are_few(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.events.publish.sender._SHARED_FOR", 0.0)
+    monkeypatch.setattr("kvtier.events.publish.sender._USED_BYTES", 0)
+    monkeypatch.setattr("kvtier.events.publish.sender._READ_SECONDS", 1e9)
     with publisher(**PLAIN) as made:
         for n in range(1, 400):
             made.publish(batch(stored([1000 * n + k for k in range(1000)])))

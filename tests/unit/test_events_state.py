@@ -20,6 +20,7 @@ from tests.unit.event_kit import Consumer, removed, stored
 from kvtier.errors import IntegrityError
 from kvtier.events import (
     AllBlocksCleared,
+    BlockStored,
     EventEncoder,
     Mark,
     blocks_of,
@@ -97,7 +98,7 @@ class Published:
 
     def apply(self, event: Any, out: list[bytes]) -> None:
         if isinstance(event, AllBlocksCleared):
-            self.state = PublishedState(self.encoder, self.counting)
+            self.state = PublishedState(self.encoder, self.counting, self.state.groups)
             out.append(self.encoder.event(event))
         else:
             state = self.state
@@ -431,3 +432,42 @@ def test_no_table_of_many_blocks_is_large(as_bytes: bool) -> None:
     assert max(map(len, state._log.values())) <= 4096
     pieces = state.take_apart()
     assert sum(map(len, pieces)) == 2 * 20_000  # each block in a table, each record in the log
+
+
+def announced(sent: list[bytes]) -> list[tuple[int | None, str | None]]:
+    """Return the groups and kinds of the stores without blocks."""
+    events = decode_batch(frame_batch(0.0, sent, 0)).events
+    return [
+        (event.group_idx, event.kv_cache_spec_kind)
+        for event in events
+        if isinstance(event, BlockStored) and not event.block_hashes
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["map", "array"])
+def test_a_snapshot_announces_groups_without_blocks(encoding: str) -> None:
+    """A consumer that joined while no state was held took a hybrid model for one of attention alone."""
+    published, out = Published(encoding=encoding), list[bytes]()
+    attention = stored([1, 2], kv_cache_spec_kind="full_attention")
+    state = stored([2], 1, group_idx=1, kv_cache_spec_kind="mamba")
+    for event in (attention, state, removed([2], group_idx=1)):
+        published.apply(event, out)
+    assert announced(finish(published.snapshot())) == [(1, "mamba")]
+    published.apply(state, out)
+    assert announced(finish(published.snapshot())) == [], "its block names the kind"
+
+
+def test_a_store_without_blocks_is_published_if_its_kind_is_new() -> None:
+    published, out = Published(), list[bytes]()
+    for kind in (None, "mamba", "mamba", "full_attention"):
+        published.apply(stored([], None, group_idx=1, kv_cache_spec_kind=kind), out)
+    assert announced(out) == [(1, "mamba"), (1, "full_attention")]
+    published.apply(AllBlocksCleared(), out)
+    assert announced(finish(published.snapshot())) == [(1, "full_attention")], "a clear forgets blocks only"
+
+
+def test_only_some_groups_are_announced() -> None:
+    published, out = Published(), list[bytes]()
+    for group in range(1000):
+        published.apply(stored([], None, group_idx=group, kv_cache_spec_kind="mamba"), out)
+    assert len(published.state.groups) == len(out) < 100

@@ -5,7 +5,7 @@ is not held.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -26,7 +26,12 @@ class Group:
     block_size: int = 4
     blocks_per_chunk: int = 2
     hashes_per_chunk: int = 4
-    window: int | None = None
+    is_windowed: bool = False
+    is_state: bool = False
+
+
+STATES = Group(index=1, blocks_per_chunk=1, hashes_per_chunk=2, is_state=True)
+"""A state after every block."""
 
 
 class Prompt:
@@ -104,7 +109,7 @@ def test_chunks_in_a_row_travel_in_one_event() -> None:
 
 
 def test_removals_come_together_by_group() -> None:
-    prompt, windowed = Prompt(), Group(index=1, window=8)
+    prompt, windowed = Prompt(), Group(index=1, is_windowed=True)
     tracker = make(prompt, 0, 1)
     tracker.record_store(prompt, windowed, 0, prompt.key(0, 1))
     keys = [prompt.key(0), prompt.key(0, 1), prompt.key(1)]
@@ -118,7 +123,7 @@ def test_removals_come_together_by_group() -> None:
 @pytest.mark.parametrize("tracker", [OffloadingEventsTracker(), OffloadingEventsTracker(Prompt.describe)])
 def test_a_chunk_without_description_is_a_placeholder(tracker: OffloadingEventsTracker) -> None:
     """Without a description, or of a window: the hash, no tokens, no block size."""
-    prompt, windowed = Prompt(), Group(index=3, window=8)
+    prompt, windowed = Prompt(), Group(index=3, is_windowed=True)
     tracker.record_store(prompt, windowed, 0, prompt.key(0, 3))
     assert len(tracker) == 0
     placeholder = BlockStored([block(prompt, 1)], None, [], 0, None, "CPU", None, group_idx=3)
@@ -449,6 +454,33 @@ def test_a_kept_description_announces_a_chunk_in_full(extra: dict[int, tuple[Any
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == before.block_hashes
     assert len(tracker) == 0
+
+
+@pytest.mark.parametrize("group", [STATES, replace(STATES, blocks_per_chunk=2, hashes_per_chunk=4)])
+def test_a_state_is_announced_as_the_block_that_it_ends(group: Group) -> None:
+    """Also after a restart, and although nobody has announced its parent in that group."""
+    prompt = Prompt()
+    tracker, key = OffloadingEventsTracker(Prompt.describe), make_offload_key(block(prompt, 5), STATES.index)
+    tracker.record_store(prompt, group, 6 // group.blocks_per_chunk - 1, key)
+    state = BlockStored(
+        block_hashes=[block(prompt, 5)],
+        parent_block_hash=block(prompt, 4),
+        token_ids=prompt.tokens[20:24],
+        block_size=4,
+        lora_id=None,
+        medium="STORAGE",
+        lora_name=None,
+        group_idx=1,
+        kv_cache_spec_kind="mamba",
+    )
+    assert told(tracker, False, key, medium="STORAGE") == [state]
+    assert tracker.retell() == [state]
+    kept = tracker.describe_chunks([key])(0)
+    again, events = restarted(OffloadingEvent([key], "STORAGE", False, (kept,)))
+    assert events == [state]
+    assert told(again, True, key, medium="STORAGE") == [
+        BlockRemoved([block(prompt, 5)], "STORAGE", group_idx=1)
+    ]
 
 
 def test_nonsense_that_a_tier_has_kept_is_not_believed() -> None:

@@ -248,6 +248,16 @@ def test_unknown_fields_are_ignored() -> None:
     assert decode_batch(pack(longer)) == DecodedBatch(1.5, [BlockRemoved([1], "CPU")], 0)
 
 
+@pytest.mark.parametrize("tokens", [True, False])
+def test_tokens_that_a_hash_looks_ahead_to_are_ignored(tokens: bool) -> None:
+    """vLLM 0.33 sends them where a draft head sees the token after a block, unless there is a connector."""
+    plain = BlockStored([1, 2], None, [5, 300, 7, 70_000], 2, None, "GPU", None)
+    event = msgspec.to_builtins(plain) | {"lookahead_token_ids": [[7], [70_000]]}
+    batch = decode_batch(pack(event), tokens)
+    assert batch == decode_batch(pack(msgspec.to_builtins(plain)), tokens)
+    assert [event.block_hashes for event in batch.events] == [[1, 2]]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("payload", "rank"),
     [

@@ -8,8 +8,11 @@ asked, and keeps them, packed, as long as some medium holds the chunk. Then
 - a removed chunk is announced with the same hashes;
 - blocks that two chunks share (their prompts part inside a chunk) are stored with the first chunk in a
   medium and removed with the last, so that a consumer needs a set and no counts;
-- a chunk without a description (of a sliding window, or not recorded) is a placeholder: its key's hash, no
-  tokens, block size 0.
+- a chunk without a description (of a sliding window or chunked-local attention, or not recorded) is a
+  placeholder: its key's hash, no tokens, block size 0;
+- the chunk of a state group is announced as the block that ends where the state was taken, under the kind of
+  a state. Its parent is the block before, of which there may be no state: as in vLLM's own events, the
+  attention groups announce it.
 
 The tracker keeps only chunks that are being stored or are held: a failed store is dropped (`drop`), and a
 chunk that no medium holds is forgotten. Hashes leave in the engine's form. Scheduler thread only.
@@ -30,7 +33,7 @@ from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, KV
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from kvtier.residency import OffloadingEvent
 
-_FULL_ATTENTION = "full_attention"
+_FULL_ATTENTION, _STATE = "full_attention", "mamba"
 _TOKEN_TYPE = "i"
 
 
@@ -70,7 +73,9 @@ class ChunkGroup(Protocol):
     @property
     def hashes_per_chunk(self) -> int: ...
     @property
-    def window(self) -> int | None: ...
+    def is_windowed(self) -> bool: ...
+    @property
+    def is_state(self) -> bool: ...
 
 
 class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
@@ -87,6 +92,7 @@ class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    is_state: bool = False
 
 
 class _Chunk(_KeptChunk):
@@ -132,7 +138,7 @@ class OffloadingEventsTracker:
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
         """Record the content of the `offload_block_idx`-th chunk of a request, whose store is planned."""
-        if self._describe is not None and group_config.window is None:
+        if self._describe is not None and not group_config.is_windowed:
             self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
@@ -321,7 +327,7 @@ def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) 
     first, hashes = index * per_chunk, req.block_hashes
     description = describe(req, index * size, (index + 1) * size, group.block_size)
     extra = description.extra_keys
-    return _Chunk(
+    chunk = _Chunk(
         hashes=tuple(hashes[first + per_block - 1 : first + per_chunk : per_block]),
         parent=hashes[first - 1] if first else None,
         tokens=array(_TOKEN_TYPE, description.token_ids).tobytes(),
@@ -330,7 +336,10 @@ def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) 
         lora_id=description.lora_id,
         lora_name=description.lora_name,
         extra_keys=tuple(extra) if extra is not None and any(extra) else None,
+        is_state=group.is_state,
     )
+    # Between the blocks of a chunk there is no state.
+    return _tail(chunk, len(chunk.hashes) - 1) if group.is_state else chunk
 
 
 def _encode(chunk: _Chunk | None) -> bytes:
@@ -442,5 +451,5 @@ def _stored(run: list[_Chunk], medium: str) -> BlockStored:
         lora_name=first.lora_name,
         extra_keys=extra,
         group_idx=first.group,
-        kv_cache_spec_kind=_FULL_ATTENTION if first.block_size else None,
+        kv_cache_spec_kind=(_STATE if first.is_state else _FULL_ATTENTION) if first.block_size else None,
     )

@@ -3,11 +3,13 @@
 A request is one frame: up to 8 bytes are the sequence number to start at, `snapshot` asks for the state,
 `kvtier:status` for the mark. The answer is batches and an end marker, or an end marker that says what was
 wrong. A slow client loses nothing: its session waits while its queue is full, and ends when the client is
-gone or has not read for long. A start before the ring is answered from the state, spread over the sequence
-numbers in between. A REQ client is refused, because it can read only one message.
+gone or has not read for long. Only if others wait for the memory of a state that it reads, its answer ends
+with an error. A start before the ring is answered from the state, spread over the sequence numbers in
+between. A REQ client is refused, because it can read only one message.
 
 Bounded are: sessions, requests per session, their sizes, the messages that ZeroMQ queues for a client, and
-the bytes queued for all clients. One thread owns a server.
+the bytes queued for all clients. If these are used up, a client still gets one message at a time, so slow
+clients do not stop fast ones. One thread owns a server.
 """
 
 from __future__ import annotations
@@ -40,15 +42,22 @@ MAX_WAITING = 16  # further requests of one client during an answer
 STALLED_AFTER = 30.0  # seconds in which the client reads nothing
 # In messages: about a mebibyte of a snapshot. The rest of a replay waits as a generator, not as bytes.
 CLIENT_QUEUE = 32
-MAX_QUEUED = 64 << 20  # bytes that all clients together may leave unread
+MAX_QUEUED = 64 << 20  # bytes that all clients together may leave unread, but for one message each
+_ONE_MESSAGE = 256 << 10  # bytes; only a state under few numbers has larger ones
 _MAX_FILLERS = 10_000  # as far back as vLLM's publisher goes; a restart may be a million numbers away
 _TURN_SECONDS = 100e-6
 _SLICE_BYTES = 64 << 10
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.5e-3, 20e-3
+_LOOK = 10e-3  # seconds between two looks at what clients that were served have read
 _REQUESTS_AT_ONCE = 64
 _MAX_FRAMES = 8
 
-_Message = tuple[int, bytes]
+_Message = tuple[int, bytes | list[RankBatch]]
+"""A number and a batch; a part of a state is joined once it may be queued, because it may be large."""
+
+
+class _TooSlow(Exception):
+    """A state was given up before its reader had all of it."""
 
 
 class _Session:
@@ -59,16 +68,29 @@ class _Session:
         self.connection = connection  # the descriptor of its socket; libzmq owns it
         self.waiting: deque[Iterator[list[bytes] | None]] = deque()
         self.pending: list[bytes] | None = None
-        self.sizes: deque[int] = deque(maxlen=CLIENT_QUEUE)  # of the last messages, which may all be unread
+        self._sizes: deque[int] = deque()  # of the last messages, which may all be unread
+        self.queued = 0  # their sum
         self.served_at = 0.0
         self.read_at = now
         self.retry_at = now
         self.backoff = _FIRST_BACKOFF
 
-    @property
-    def queued(self) -> int:
-        """Return the most bytes that the client may have left unread."""
-        return sum(self.sizes)
+    def count(self, size: int) -> None:
+        """Count a message that is about to be queued."""
+        if len(self._sizes) > CLIENT_QUEUE:
+            self.queued -= self._sizes.popleft()
+        self._sizes.append(size)
+        self.queued += size
+
+    def forget_queue(self) -> None:
+        """Count nothing as unread any more."""
+        self._sizes.clear()
+        self.queued = 0
+
+    def wait(self, now: float) -> None:
+        """Go on after a back-off, which grows."""
+        self.retry_at = now + self.backoff
+        self.backoff = min(2 * self.backoff, _LAST_BACKOFF)
 
 
 class ReplayServer:
@@ -89,6 +111,7 @@ class ReplayServer:
         self._clock = clock
         self._sessions: dict[bytes, _Session] = {}
         self._served: dict[bytes, _Session] = {}  # sessions that are done, but whose bytes may be queued yet
+        self._looked_at = 0.0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -126,6 +149,10 @@ class ReplayServer:
         for session in list(self._served.values()):
             if now - session.read_at > STALLED_AFTER or _has_sent_all(session.connection):
                 self._served.pop(session.identity, None)
+        self._looked_at = now
+        return self._counted_bytes()
+
+    def _counted_bytes(self) -> int:
         return sum(session.queued for session in (*self._sessions.values(), *self._served.values()))
 
     def check(self) -> None:
@@ -168,9 +195,9 @@ class ReplayServer:
             session = session or _Session(identity, self._clock(), _connection_of(frames[-1]))
             session.read_at = self._clock()
             self._sessions[identity] = session
-            session.waiting.append(self._answer(frames))
+            session.waiting.append(self._answer(session, frames))
 
-    def _answer(self, frames: list[zmq.Frame]) -> Iterator[list[bytes] | None]:
+    def _answer(self, session: _Session, frames: list[zmq.Frame]) -> Iterator[list[bytes] | None]:
         """Yield the reply to a request, message by message; `None` if there is no message yet."""
         if len(frames) != 3 or frames[1].bytes:
             self.counters["malformed"] += 1
@@ -182,21 +209,53 @@ class ReplayServer:
             return
         what = frames[2].bytes
         if what == SNAPSHOT:
-            messages = self._state()
+            messages = self._state(session)
         elif what == STATUS:
             messages = self._status()
         elif len(what) <= 8:
-            messages = self._replay(int.from_bytes(what, "big"))
+            messages = self._replay(session, int.from_bytes(what, "big"))
         else:
             self.counters["malformed"] += 1
             yield self._end(f"expected a start sequence number of at most 8 bytes, got {len(what)}")
             return
+        try:
+            yield from self._in_turn(session, messages)
+        except _TooSlow:
+            self.counters["stalled"] += 1
+            yield self._end("the answer was read too slowly, and others wait: try again")
+
+    def _in_turn(
+        self, session: _Session, messages: Iterator[_Message | None]
+    ) -> Iterator[list[bytes] | None]:
+        """Yield the frames of each message once it may be queued, and the end marker."""
         for message in messages:
-            yield None if message is None else self._reply(*message)
+            if message is None:
+                yield None
+                continue
+            seq, batch = message
+            size = len(batch) if isinstance(batch, bytes) else sum(len(one.events) for one in batch)
+            until = self._clock() + STALLED_AFTER
+            while not self._may_queue(session, size):
+                if self._clock() > until:
+                    self.counters["refused"] += 1
+                    yield self._end("busy, try again later")
+                    return
+                session.wait(self._clock())
+                yield None
+            session.count(size)
+            payload = batch if isinstance(batch, bytes) else _frame(batch)
+            yield [*self._topic, seq.to_bytes(8, "big"), payload]
         yield self._end()
 
-    def _reply(self, seq: int, payload: bytes) -> list[bytes]:
-        return [*self._topic, seq.to_bytes(8, "big"), payload]
+    def _may_queue(self, session: _Session, size: int) -> bool:
+        """Return whether a message may be queued for a client now."""
+        if session.queued + size <= _ONE_MESSAGE or self._counted_bytes() < MAX_QUEUED:
+            return True
+        if self._clock() - self._looked_at > _LOOK:
+            self.queued_bytes()
+        if session.connection is None or _has_sent_all(session.connection):
+            session.forget_queue()
+        return self._counted_bytes() < MAX_QUEUED or (not session.queued and size <= _ONE_MESSAGE)
 
     def _end(self, problem: str = "") -> list[bytes]:
         text = f"error: {problem}".encode() if problem else b""
@@ -204,7 +263,7 @@ class ReplayServer:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _replay(self, start: int) -> Iterator[_Message | None]:
+    def _replay(self, session: _Session, start: int) -> Iterator[_Message | None]:
         """Yield all batches from `start` to the newest; from the state, if the ring begins later."""
         ring = self._sender.ring
         newest = self._sender.next_seq - 1
@@ -215,24 +274,31 @@ class ReplayServer:
                 continue
             snapshot = self._sender.take_snapshot()
             if snapshot is None:
+                self._wait_for_snapshot(session)
                 yield None
                 continue
             last = snapshot.as_of
             is_long = last - start >= _MAX_FILLERS
-            for batch in _spread(_read(snapshot), last - start + 1, snapshot.ranks):
-                yield None if batch is None else (min(start, last), _frame(batch))
-                start += batch is not None
-            filler = _frame(RankBatch(self._sender.rank, 0, b""))
+            for batches in _spread(_read(snapshot), last - start + 1, snapshot.ranks):
+                yield None if batches is None else (min(start, last), batches)
+                start += batches is not None
+            filler = _frame([RankBatch(self._sender.rank, 0, b"")])
             for seq in range(start, start if is_long else last + 1):
                 yield seq, filler
             start, newest = last + 1, max(newest, last)
 
-    def _state(self) -> Iterator[_Message | None]:
+    def _state(self, session: _Session) -> Iterator[_Message | None]:
         """Yield the state as batches, all under the number that follows it."""
         while (snapshot := self._sender.take_snapshot()) is None:
+            self._wait_for_snapshot(session)
             yield None
         for batch in _read(snapshot):
-            yield None if batch is None else (snapshot.as_of + 1, _frame(batch))
+            yield None if batch is None else (snapshot.as_of + 1, [batch])
+
+    def _wait_for_snapshot(self, session: _Session) -> None:
+        """Ask again after a back-off, if no snapshot can be made before others have read theirs."""
+        if not self._sender.is_making_snapshot:
+            session.wait(self._clock())
 
     def _status(self) -> Iterator[_Message | None]:
         """Yield the mark under the newest number that was used, if only by an earlier process.
@@ -241,7 +307,7 @@ class ReplayServer:
         """
         sender = self._sender
         if sender.next_seq > 0:
-            yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
+            yield sender.next_seq - 1, [RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark()))]
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -255,6 +321,8 @@ class ReplayServer:
                 continue
             message = session.pending
             if message is None:
+                if session.retry_at > now:
+                    return True
                 if self._sender.is_making_snapshot:
                     break  # there may be nothing to send before the next turn
                 continue
@@ -265,10 +333,9 @@ class ReplayServer:
             except zmq.ZMQError as error:
                 self.counters["gone"] += 1
                 logger.debug("a replay client left: %s", error)
-                session.sizes.clear()
+                session.forget_queue()
                 return False
             session.pending, session.read_at, session.backoff = None, now, _FIRST_BACKOFF
-            session.sizes.append(len(message[-1]))
             size += len(message[-1])
             self.counters["replayed"] += 1
         session.retry_at = now
@@ -291,8 +358,7 @@ class ReplayServer:
         if now - session.read_at > STALLED_AFTER:
             self.counters["stalled"] += 1
             return False
-        session.retry_at = now + session.backoff
-        session.backoff = min(2 * session.backoff, _LAST_BACKOFF)
+        session.wait(now)
         return True
 
     def _send(self, identity: bytes, frames: list[bytes]) -> None:
@@ -305,18 +371,23 @@ class ReplayServer:
         send(frames[-1])
 
 
-def _frame(batch: RankBatch) -> bytes:
-    """Return the bytes of a batch, with the current time."""
-    head, tail = batch_ends(time.time(), batch.number, batch.rank)
-    return b"".join((head, batch.events, tail))
+def _frame(batches: list[RankBatch]) -> bytes:
+    """Return the bytes of one batch with the events of some batches of one rank, with the current time."""
+    head, tail = batch_ends(time.time(), sum(one.number for one in batches), batches[0].rank)
+    return b"".join((head, *(one.events for one in batches), tail))
 
 
 def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
-    """Yield a snapshot's batches as they are made; `None` while the next one is not ready."""
+    """Yield a snapshot's batches as they are made; `None` while the next one is not ready.
+
+    Raise `_TooSlow` once it is given up.
+    """
     snapshot.readers += 1
     try:
         done = 0
-        while done < len(snapshot.batches) or not snapshot.is_made:
+        while snapshot.is_given_up or done < len(snapshot.batches) or not snapshot.is_made:
+            if snapshot.is_given_up:
+                raise _TooSlow
             if done < len(snapshot.batches):
                 yield snapshot.batches[done]
                 done += 1
@@ -326,20 +397,22 @@ def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
         snapshot.readers -= 1
 
 
-def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> Iterator[RankBatch | None]:
-    """Yield at most `numbers` batches: if numbers run short, a rank's last batch gets all remaining events.
+def _spread(
+    batches: Iterable[RankBatch | None], numbers: int, ranks: int
+) -> Iterator[list[RankBatch] | None]:
+    """Yield the batches that travel under one number, for at most `numbers` numbers.
 
-    If there are fewer numbers than ranks, there is still one batch per rank. `None` comes while no batch is
-    ready.
+    If numbers run short, all remaining batches of a rank have its last one. If there are fewer numbers than
+    ranks, there is still one message per rank. `None` comes while no batch is ready.
     """
-    waiting: list[RankBatch] = []  # of one rank; joined once, because each copy stops all threads
+    waiting: list[RankBatch] = []  # of one rank
     for batch in batches:
         if batch is None:
             yield None
         elif not waiting:
             waiting.append(batch)
         elif batch.rank != waiting[0].rank or numbers > ranks:
-            yield _join(waiting)
+            yield waiting
             numbers -= 1
             ranks -= batch.rank != waiting[0].rank
             waiting = [batch]
@@ -347,15 +420,7 @@ def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> It
             waiting.append(batch)
             yield None
     if waiting:
-        yield _join(waiting)
-
-
-def _join(batches: list[RankBatch]) -> RankBatch:
-    """Return one batch with the events of some batches of one rank."""
-    if len(batches) == 1:
-        return batches[0]
-    number, events = sum(one.number for one in batches), b"".join(one.events for one in batches)
-    return RankBatch(batches[0].rank, number, events)
+        yield waiting
 
 
 def _connection_of(frame: zmq.Frame) -> int | None:

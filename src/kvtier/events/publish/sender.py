@@ -32,7 +32,9 @@ from kvtier.events.wire import U64, EventEncoder, batch_ends
 logger = logging.getLogger(__name__)
 
 _SHARED_FOR = 0.25  # seconds in which new clients share a snapshot
-_MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
+# Older snapshots that slow clients still read: these many, and more while they have no more bytes than that.
+_USED, _USED_BYTES = 2, 64 << 20
+_READ_SECONDS, _READ_RATE = 1.0, 16 << 20  # if others wait, a snapshot has to be read in this time
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _LARGEST_BYTES = 64 << 10  # of a message, without its last event: decoding one holds the interpreter, too
 _BLOCKS_A_NUMBER = 64
@@ -70,8 +72,7 @@ class Sender:
         self._mark_due = True  # the first message has one: it shows that another process sends
         self._spoke_at, self._marked_at = time.monotonic(), -math.inf
         self._snapshot: Snapshot | None = None
-        self._snapshot_at = 0.0
-        self._used: list[Snapshot] = []  # snapshots that serve no new clients
+        self._used: list[Snapshot] = []  # snapshots that serve no new clients, the oldest first
         self._waste: list[dict[Any, Any] | deque[Any]] = []  # to be freed step by step
 
     # -- out ---------------------------------------------------------------------------------------
@@ -217,9 +218,9 @@ class Sender:
         Return the seconds until something is due again.
         """
         wait = math.inf
-        if self._snapshot is not None:
-            wait = max(self._snapshot_at + _SHARED_FOR - now, 0.0)
-            if wait == 0.0 and self._snapshot.is_made and len(self._used) < _MOST_USED:
+        if self._snapshot is not None and not self._is_crowded():
+            wait = max(self._snapshot.begun_at + _SHARED_FOR - now, 0.0)
+            if wait == 0.0 and self._snapshot.is_made:
                 self._retire_snapshot()
                 wait = math.inf
         if self._interval is None:
@@ -262,13 +263,13 @@ class Sender:
 
     # -- states ------------------------------------------------------------------------------------
 
-    def _make_state(self) -> PublishedState:
-        return PublishedState(self.encoder, self._counting)
+    def _make_state(self, before: PublishedState | None = None) -> PublishedState:
+        return PublishedState(self.encoder, self._counting, before.groups if before else None)
 
     def _clear(self, rank: int) -> None:
         """Empty the state of a rank; an unfinished snapshot keeps the old state."""
         old = self._states.get(rank)
-        self._states[rank] = self._make_state()
+        self._states[rank] = self._make_state(old)
         if old is not None:
             self._waste += old.take_apart()
 
@@ -297,18 +298,33 @@ class Sender:
         """Return the state as of the newest message, or of an earlier one from which the ring continues.
 
         `None` means that the caller should ask again: another snapshot is being made, or too many are being
-        read.
+        read. The oldest of these is given up when its readers have had their time.
         """
         found = self._snapshot
         if found is not None and found.as_of + 1 >= self.ring.head:
             return found
-        if len(self._used) >= _MOST_USED or (found is not None and not found.is_made):
+        if found is not None and not found.is_made:
             return None
+        if self._is_crowded():
+            oldest = self._used[0]
+            if time.monotonic() < oldest.begun_at + _READ_SECONDS + oldest.num_bytes / _READ_RATE:
+                return None
+            self._free_snapshot(oldest)
         self._retire_snapshot()
         self.counters["snapshots"] += 1
         self._snapshot = Snapshot(self._states, self.encoder, self.next_seq - 1, self.mark())
-        self._snapshot_at = time.monotonic()
         return self._snapshot
+
+    def _is_crowded(self) -> bool:
+        """Return whether slow clients read as many older snapshots as may be kept."""
+        return len(self._used) >= _USED and sum(one.num_bytes for one in self._used) >= _USED_BYTES
+
+    def _free_snapshot(self, used: Snapshot) -> None:
+        """Forget an older snapshot; if it still has readers, they find it given up."""
+        self._used.remove(used)
+        self._waste.append(deque(used.batches))
+        used.batches.clear()
+        used.is_given_up = True
 
     @property
     def is_making_snapshot(self) -> bool:
@@ -322,9 +338,7 @@ class Sender:
             snapshot.advance(seconds)
             return True
         for used in [used for used in self._used if not used.readers]:
-            self._used.remove(used)
-            self._waste.append(deque(used.batches))
-            used.batches.clear()
+            self._free_snapshot(used)
         deadline = time.monotonic() + seconds
         while self._waste and time.monotonic() < deadline:
             piece = self._waste[-1]

@@ -15,6 +15,9 @@ tree-building consumers the path to its children: a snapshot stores such *ancest
 They are bounded, and leave with their last child. Births are in the order of the stream, so every block
 that found its parent in the stream also finds it in a snapshot.
 
+A snapshot also announces the groups that hold no block, by a store without blocks: a consumer that joins
+late must know that a model has recurrent layers, even while none of their states is held.
+
 `blocks` and `digest` always equal the sum of `change_of` over all published events. One thread owns a state
 and its snapshots.
 """
@@ -49,6 +52,7 @@ _SEGMENT_BITS = 12
 _LEAST_ANCESTORS = 10_000
 _BATCH_BYTES = 32 << 10  # of a snapshot
 _REMOVED_AT_ONCE = 4096
+_MOST_GROUPS = 64  # that are announced
 _FIELDS = BlockStored.__struct_fields__
 
 
@@ -134,9 +138,16 @@ class PublishedState:
     they change anything.
     """
 
-    def __init__(self, encoder: EventEncoder, counting: str = "count") -> None:
-        """Begin empty. `counting` is `count` or `set`, see `KVEventsConfig`."""
+    def __init__(
+        self, encoder: EventEncoder, counting: str = "count", groups: dict[int, BlockStored] | None = None
+    ) -> None:
+        """Begin without blocks. `counting` is `count` or `set`, see `KVEventsConfig`.
+
+        `groups` are those of the state before a clear, which forgets blocks only.
+        """
         self.blocks = 0
+        self.groups = groups if groups is not None else {}
+        """A store without blocks for each group whose kind is known, by `group_idx`."""
         self._encoder = encoder
         self._counted = counting == "count"
         self._places: dict[Place, PlacedBlocks] = {}
@@ -152,13 +163,32 @@ class PublishedState:
     def store(self, event: BlockStored, data: bytes, out: list[bytes]) -> None:
         """Add blocks; `data` holds the bytes of the whole event."""
         hashes = tuple(event.block_hashes)
+        is_new = event.kv_cache_spec_kind is not None and self._learn_group(event)
         if not hashes:
+            if is_new:
+                out.append(data)
             return
         placed = self._placed(event)
         if self._add(placed, hashes, event.parent_block_hash, data):
             out.append(data)
         else:
             out += self._store_new(placed, event)
+
+    def _learn_group(self, event: BlockStored) -> bool:
+        """Keep the kind of an event's group; return whether it was unknown or has changed."""
+        group = event.group_idx or 0
+        known = self.groups.get(group)
+        if known is None and len(self.groups) == _MOST_GROUPS:
+            return False
+        if known is not None and known.kv_cache_spec_kind == event.kv_cache_spec_kind:
+            return False
+        self.groups[group] = BlockStored(
+            [], None, [], event.block_size, None, event.medium, None,
+            group_idx=event.group_idx,
+            kv_cache_spec_kind=event.kv_cache_spec_kind,
+            kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,
+        )  # fmt: skip
+        return True
 
     def _store_new(self, placed: PlacedBlocks, event: BlockStored) -> list[bytes]:
         """Add the new blocks of an event, one part for each run of them; count the others."""
@@ -306,6 +336,9 @@ class PublishedState:
         assert number is not None
         try:
             yield self._encoder.event(AllBlocksCleared())
+            held = {placed.place[1] for placed in self._places.values() if any(placed.tables)}
+            for group in self.groups.keys() - held:
+                yield self._encoder.event(self.groups[group])
             yield from self._walk(number)
         finally:
             self._read_at = None
@@ -474,9 +507,13 @@ class Snapshot:
         """Begin a snapshot of the states as they are now."""
         self.as_of = as_of
         self.mark = mark
+        self.begun_at = time.monotonic()
         self.ranks = len(states)
         self.batches: list[RankBatch] = []
+        self.num_bytes = 0
         self.is_made = False
+        self.is_given_up = False
+        """Whether the batches are gone before all readers had them."""
         self.readers = 0
         self._encoder = encoder
         self._left = deque(states.items())
@@ -508,13 +545,18 @@ class Snapshot:
                     events.append(event)
                     size += len(event)
                 if size >= _BATCH_BYTES:
-                    self.batches.append(RankBatch(rank, len(events), b"".join(events)))
+                    self._add(rank, events)
                     events, size = [], 0
                 yield
             self._left.popleft()
             if not self._left:
                 events.append(self._encoder.mark(self.mark))
-            self.batches.append(RankBatch(rank, len(events), b"".join(events)))
+            self._add(rank, events)
+
+    def _add(self, rank: int, events: list[bytes]) -> None:
+        batch = RankBatch(rank, len(events), b"".join(events))
+        self.batches.append(batch)
+        self.num_bytes += len(batch.events)
 
 
 def runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
