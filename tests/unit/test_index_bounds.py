@@ -92,8 +92,11 @@ def test_a_group_of_unknown_kind_is_left_out_and_reported_until_it_is_known(form
     index = PrefixIndex(form=form, budget=4 * MiB, block_size=4, keys="engine", counting="set")
     send(index, "a", stored([1]), stored([1], group_idx=1), stored([1], group_idx=2))
     assert "blocks of group 1 were left out" in index.incomplete()["a"]
-    send(index, "a", stored([1], group_idx=1, kv_cache_spec_kind="mamba"))
+    send(index, "a", stored([1], group_idx=1, kv_cache_spec_kind="sliding_window"))
     assert "group 1" not in index.incomplete()["a"]
+    send(
+        index, "a", stored([2], group_idx=2, kv_cache_spec_kind="mamba")
+    )  # the first state counts, but is lost
     assert "1 blocks of group 2" in index.incomplete()["a"]
 
 
@@ -129,7 +132,7 @@ def test_the_block_size_is_learnt_from_the_first_store(form: str, keys: Any) -> 
     assert index.match_tokens(list(range(64))).on_any_tier.tolist() == []
     # what says nothing of it, or is of a group that does not count, teaches nothing
     send(index, "a", BlockStored([9], None, [], 0, None, "CPU", None), BlockRemoved([9], "CPU"))
-    send(index, "a", stored([8], size=7, group_idx=3, kv_cache_spec_kind="mamba"))
+    send(index, "a", stored([8], size=7, group_idx=3, kv_cache_spec_kind="sliding_window"))
     assert index.block_size is None
     send(index, "a", stored([1, 2], size=8))
     assert index.block_size == 8

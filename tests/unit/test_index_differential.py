@@ -23,7 +23,7 @@ from tests.seeds import seeds
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of
 from kvtier.index import PrefixIndex, StorageTier
-from kvtier.index.base import FULL_ATTENTION, tier_of
+from kvtier.index.base import FULL_ATTENTION, STATE, tier_of
 
 HISTORIES = int(os.environ.get("KVTIER_HISTORIES", "600"))
 SIZE = 4
@@ -83,9 +83,10 @@ class Engine(NamedTuple):
         group = rng.randrange(len(self.kinds))
         kind = self.kinds[group] if rng.random() < 0.8 else None
         first, bare = path[0], rng.random() < 0.1
-        extra = [self._extra(block) for block in path]
+        kept = path[-1:] if self.kinds[group] == STATE and rng.random() < 0.5 else path
+        extra = [self._extra(block) for block in kept]
         return BlockStored(
-            [self.hash(block) for block in path],
+            [self.hash(block) for block in kept],
             None if first.parent is None else self.hash(first.parent),
             [] if bare else [token for block in path for token in block.tokens],
             0 if bare else SIZE,
@@ -111,6 +112,8 @@ KINDS: list[tuple[str | None, ...]] = [
     ("full_attention", "sliding_window"),
     ("sliding_window", "mla_attention"),
     (None, "full_attention", "mamba"),
+    ("mamba", "full_attention"),
+    ("full_attention", "mamba", "mamba", "sliding_window"),
 ]
 
 
@@ -118,14 +121,14 @@ KINDS: list[tuple[str | None, ...]] = [
 
 
 class Model:
-    """Per worker, how often it holds each block in each place, and which groups of full attention it has
-    told of.
+    """Per worker, how often it holds each block in each place, and the kinds of the groups that it has told
+    of.
     """
 
     def __init__(self, counting: str) -> None:
         self.counting = counting
         self.held: dict[str, Counter[tuple[Any, int]]] = {}
-        self.groups: dict[str, dict[int, bool]] = {}
+        self.groups: dict[str, dict[int, str]] = {}
 
     def apply(self, worker: str, event: Any) -> None:
         held = self.held.setdefault(worker, Counter())
@@ -136,9 +139,9 @@ class Model:
         group = event.group_idx or 0
         if isinstance(event, BlockStored):
             if event.kv_cache_spec_kind is not None:
-                groups[group] = event.kv_cache_spec_kind in FULL_ATTENTION
+                groups[group] = event.kv_cache_spec_kind
             elif group == 0:
-                groups.setdefault(0, True)
+                groups.setdefault(0, FULL_ATTENTION[0])
         for block_hash in event.block_hashes:
             block = place_of(event), block_hash
             count = held[block] + (1 if isinstance(event, BlockStored) else -1)
@@ -148,9 +151,9 @@ class Model:
         self.held[worker] = Counter()
         self.groups[worker] = {}
 
-    def tiers(self, worker: str, block_hash: int) -> set[StorageTier]:
-        """Return the tiers on which all groups of full attention hold a block."""
-        needed = {group for group, counts in self.groups[worker].items() if counts}
+    def tiers(self, worker: str, block_hash: int | None, *kinds: str) -> set[StorageTier]:
+        """Return the tiers on which all groups of these kinds hold a block."""
+        needed = {group for group, kind in self.groups[worker].items() if kind in kinds}
         on: dict[StorageTier, set[int]] = {tier: set() for tier in StorageTier}
         for (place, number), count in self.held[worker].items():
             if number == block_hash and count:
@@ -158,25 +161,32 @@ class Model:
         return {tier for tier in StorageTier if needed and needed <= on[tier]}
 
     def columns(self, worker: str, hashes: list[int | None]) -> list[int]:
-        on = [set[StorageTier]() if number is None else self.tiers(worker, number) for number in hashes]
+        on = [self.tiers(worker, number, *FULL_ATTENTION) for number in hashes]
+        states = [self.tiers(worker, number, STATE) for number in hashes]
+        has_states = STATE in self.groups[worker].values()
 
-        def lead(start: int, *wanted: StorageTier) -> int:
-            return start + len(
-                list(takewhile(lambda tiers: any(tier in tiers for tier in wanted), on[start:]))
-            )
+        def lead(start: int, wanted: set[StorageTier]) -> int:
+            return start + len(list(takewhile(lambda tiers: tiers & wanted, on[start:])))
 
-        reach, at = [], 0
-        for tier in StorageTier:
-            at = lead(at, tier)
-            reach.append(at)
-        return [lead(0, *StorageTier), *(lead(0, tier) for tier in StorageTier), *reach]
+        def last(start: int, end: int, wanted: set[StorageTier]) -> int:
+            """Return the last end of a prefix in this range whose states are on these tiers."""
+            ends = [at for at in range(start + 1, end + 1) if not has_states or states[at - 1] & wanted]
+            return ends[-1] if ends else start
+
+        gpu, cpu, storage = ({tier} for tier in StorageTier)
+        alone = [last(0, lead(0, tier), tier) for tier in (gpu, cpu, storage)]
+        start, below = alone[0], cpu | storage
+        cpu_end = lead(start, cpu)
+        down = [start, last(start, cpu_end, cpu), last(start, lead(cpu_end, storage), below)]
+        anywhere = last(start, lead(start, below), below) if has_states else lead(0, gpu | below)
+        return [anywhere, *alone, *down]
 
     def entries(self) -> set[tuple[str, int, StorageTier]]:
         return {
             (worker, number, tier)
             for worker, held in self.held.items()
             for number in {number for _, number in held}
-            for tier in self.tiers(worker, number)
+            for tier in self.tiers(worker, number, *FULL_ATTENTION)
         }
 
 

@@ -102,6 +102,18 @@ def test_scanned_tokens_and_parents_are_those_sent(payload: bytes) -> None:
                 assert found.block_size == event.block_size
 
 
+@pytest.mark.parametrize("tokens", [True, False])
+def test_tokens_that_a_hash_looks_ahead_to_are_skipped(tokens: bool) -> None:
+    """vLLM 0.33 sends them where a draft head sees the token after a block, unless there is a connector."""
+    plain = msgspec.to_builtins(BlockStored([1, 2], None, [5, 300, 7, 70_000], 2, None, "GPU", None))
+    event = plain | {"lookahead_token_ids": [[7], [70_000]]}
+    found, expected = (
+        told(SCANNERS[tokens](msgspec.msgpack.encode([1.5, [one, one], 0]))) for one in (event, plain)
+    )
+    assert found == expected
+    assert [blocks for _, _, blocks in found[0]] == [[1, 2], [1, 2]]
+
+
 def test_damaged_payloads_are_read_alike() -> None:
     rng = random.Random(7)
     events = [

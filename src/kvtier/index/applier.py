@@ -5,10 +5,13 @@ event is handled separately. A worker's state beside the table is its groups, it
 of its refused blocks: the index does not know a block that was refused, or dropped while it waited, and
 `WorkerState.reason()` reports that until the worker is cleared.
 
-Only groups of full attention count, and if a worker has several, a block counts on a tier if all of them
-hold it there. A prefix match says nothing about a group with a sliding window or a recurrent state: an
-engine with such groups may be able to use less of a prefix than the index says, as with every other indexer
-of these events. A group whose events do not name its kind counts if it is the first, or was known before.
+Groups of full attention count, and if a worker has several, a block counts on a tier if all of them hold it
+there. Groups of recurrent layers hold states, and a prefix counts up to the last block whose states all of
+them hold (see `kvtier.index.base.Match`). A worker has the groups that it has announced until it is reset,
+even while they hold nothing. A prefix match says nothing about a group with a sliding window: an engine with
+such groups may be able to use less of a prefix than the index says, as with every other indexer of these
+events. An event that does not name the kind of its group means the kind that is known, and full attention
+if the group is the first and unknown.
 
 Not for several threads at once: `kvtier.index.prefix.PrefixIndex` ensures that.
 """
@@ -31,6 +34,7 @@ from kvtier.index.base import (
     FULL_ATTENTION,
     MAX_AREAS,
     PLACES,
+    STATE,
     Edits,
     Hashes,
     IndexArea,
@@ -89,42 +93,58 @@ class Areas:
 
 
 class Groups:
-    """Keeps which groups of a worker count, by their `group_idx`."""
+    """Keeps what kind of group each of a worker's groups is, by `group_idx`."""
 
     def __init__(self) -> None:
-        self.counted: set[int] = set()
+        self.attention: set[int] = set()
+        self.states: set[int] = set()
         # Number of blocks left out because the kind of their group was not known, by group.
         self.unclear: Counter[int] = Counter()
-        self._others: set[int] = set()  # groups of another kind than full attention
+        self._others: set[int] = set()
 
     @property
     def first_counts(self) -> bool | None:
-        """Return whether the first group counts; `None` if no group is known."""
-        return 0 in self.counted or (False if self.counted or 0 in self._others else None)
+        """Return whether the first group is one of full attention; `None` if no group is known."""
+        others = self.attention or 0 in self.states or 0 in self._others
+        return 0 in self.attention or (False if others else None)
 
-    def admit(self, event: BlockStored) -> bool:
-        """Return whether an event's group counts, and learn the group's kind from the event."""
+    def learn(self, event: BlockStored) -> bool:
+        """Learn the kind of an event's group; return whether it was unknown or has changed."""
         group, kind = event.group_idx or 0, event.kv_cache_spec_kind
-        if kind is None and group not in self._others and (group == 0 or group in self.counted):
-            kind = FULL_ATTENTION[0]
-        if kind in FULL_ATTENTION:
-            if len(self.counted) < _MOST:
-                self.counted.add(group)
-            return True
-        if kind is not None:
-            self.counted.discard(group)
+        known = next((kept for kept in self._kinds() if group in kept), None)
+        if kind is None and known is None and group:
+            if group in self.unclear or len(self.unclear) < _MOST:
+                self.unclear[group] += len(event.block_hashes)
+            return False
+        if kind is None and known is not None:
+            return False
+        if kind is None or kind in FULL_ATTENTION:
+            kept = self.attention
+        elif kind == STATE:
+            kept = self.states
+        else:
+            kept = self._others
             self.unclear.pop(group, None)
-            if len(self._others) < _MOST:
-                self._others.add(group)
-        elif group not in self._others and (group in self.unclear or len(self.unclear) < _MOST):
-            self.unclear[group] += len(event.block_hashes)
-        return False
+        if kept is known:
+            return False
+        if known is not None:
+            known.remove(group)
+        if len(kept) < _MOST:
+            kept.add(group)
+        return True
+
+    def __contains__(self, group: int) -> bool:
+        """Return whether a group's blocks or states count."""
+        return group in self.attention or group in self.states
 
     def clear(self) -> None:
         """Forget all groups."""
-        self.counted.clear()
         self.unclear.clear()
-        self._others.clear()
+        for kept in self._kinds():
+            kept.clear()
+
+    def _kinds(self) -> tuple[set[int], ...]:
+        return self.attention, self.states, self._others
 
 
 class DuplicateCounts:
@@ -284,8 +304,8 @@ class EventApplier:
     def _is_simple(self, worker: WorkerState, batch: Any, edits: Edits) -> bool:
         """Return whether scanned events, all of the first group, can be applied as they are."""
         if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
-            worker.groups.counted.add(0)
-            self._backend.table.require(worker.number, self.areas.needed((0,)))
+            worker.groups.attention.add(0)
+            self.require(worker)
         if worker.groups.first_counts is False:
             return False
         if self._by_tokens:
@@ -378,24 +398,30 @@ class EventApplier:
         if not self._admit(worker, event):
             self.ignored += count
             return None
-        if self.block_size is None and 0 < event.block_size <= _MAX_BLOCK_SIZE:
+        is_state = place[1] in worker.groups.states
+        if self.block_size is None and not is_state and 0 < event.block_size <= _MAX_BLOCK_SIZE:
             self.block_size = event.block_size
-        if event.block_size not in (0, self.block_size):
+        if event.block_size in (0, self.block_size) or (is_state and self.block_size is None):
+            area = self.areas.make(place, self._backend.table)
+            worker.no_area += count if area is None else 0
+            return area
+        if is_state:  # inside a block, where no prefix can end
+            self.ignored += count
+        else:
             worker.other_size = event.block_size
             worker.of_other_size += count
-            return None
-        area = self.areas.make(place, self._backend.table)
-        if area is None:
-            worker.no_area += count
-        return area
+        return None
 
     def _admit(self, worker: WorkerState, event: BlockStored) -> bool:
         """Return whether a store's group counts; a new group that counts is required from now on."""
-        counted = set(worker.groups.counted)
-        counts = worker.groups.admit(event)
-        if worker.groups.counted != counted:
-            self._backend.table.require(worker.number, self.areas.needed(worker.groups.counted))
-        return counts
+        if worker.groups.learn(event):
+            self.require(worker)
+        return (event.group_idx or 0) in worker.groups
+
+    def require(self, worker: WorkerState) -> None:
+        """Tell the table the groups of a worker."""
+        groups, needed = worker.groups, self.areas.needed
+        self._backend.table.require(worker.number, needed(groups.attention), needed(groups.states))
 
 
 def _pack(edits: Iterable[Edit]) -> tuple[Edits, Hashes]:

@@ -4,8 +4,13 @@ A table maps a block's hash (64 bits) to its *holders*: which workers hold it in
 a worker can hold blocks: an event names a medium, and perhaps a group, an owner and a locality, and each
 combination is an area of its own, so that a removal from one never removes a block from another. Every area
 belongs to one of three tiers and to one KV cache group; unknown media count as storage. A worker holds a
-block *on a tier* if each group that it needs holds the block there. Blocks with equal holders share one
-*holder set*, so a block costs its hash and a number, and clearing a worker touches the sets, not the blocks.
+block *on a tier* if each attention group that it needs holds the block there. Blocks with equal holders
+share one *holder set*, so a block costs its hash and a number, and clearing a worker touches the sets, not
+the blocks.
+
+A worker with recurrent layers has *state groups* too. A block of such a group is the state after all tokens
+up to the end of that block, and an engine can go on only where it has a state of every such group. So a
+prefix of such a worker counts up to the last block whose states the worker holds; see `Match` for tiers.
 
 If the keys are hashes of tokens, a book of *names* beside the table has the hashes by which each worker's
 engine calls blocks, since removals and parents are given by those. A name is remembered as long as the
@@ -62,6 +67,8 @@ PLACES: tuple[Place, ...] = tuple((medium, 0, "", "") for medium in (MEDIUM_GPU,
 """The places that every index has from the start, in the order of their areas."""
 
 FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
+STATE = "mamba"
+"""The kind of every group of recurrent layers, whatever their architecture."""
 
 _TIERS = {
     StorageTier.GPU: ("GPU", "DEVICE", "G1"),
@@ -95,6 +102,10 @@ class Match(NamedTuple):
 
     Row `i` of every array is about `workers[i]`. If that is `None`, the worker was removed and the row is
     zeros. Counts are blocks, not tokens.
+
+    Every count of a worker with state groups ends at a block whose states the worker holds as well. A prefix
+    on one tier needs the states on that tier. An engine continues a prefix on its GPU, which ends at states
+    on the GPU, by blocks from the tiers below it and by states from any of these.
     """
 
     workers: tuple[str | None, ...]
@@ -136,8 +147,10 @@ class Table(Protocol):
     def add_area(self, area: IndexArea) -> int | None:
         """Add an area and return its number; `None` if no more are possible."""
 
-    def require(self, worker: int, groups: int) -> None:
-        """Set the groups (one bit each) in which a worker must hold a block, so that it counts as held."""
+    def require(self, worker: int, groups: int, states: int = 0) -> None:
+        """Set a worker's groups (one bit each): those in which it must hold a block, so that it counts as
+        held, and those in which it must hold the last block of a prefix, so that the prefix counts.
+        """
 
     def apply(
         self, worker: int, edits: Edits, hashes: Hashes, unique: bool = False

@@ -41,6 +41,12 @@ _SLICE = 1024
 """Blocks per slice."""
 
 
+_Span = tuple[dict[int, int], dict[int, int], int]
+"""A run of blocks with equal holders: the workers that hold the blocks and the tiers on which they do (one
+bit each), the same for the blocks' states, and the end of the run.
+"""
+
+
 class _Holders:
     """A holder set: bit `worker * MAX_AREAS + area` of `mask` per holder; `blocks` counts its blocks."""
 
@@ -64,6 +70,7 @@ class PlainTable:
         self._all: dict[_Holders, None] = {}  # also sets that became empty or equal to another by a clear
         self._dead = 0  # entries of `_blocks` without holders
         self._needed: list[int] = []
+        self._states: dict[int, int] = {}  # of workers that have any
         self._held: list[list[int]] = []
         self._drops: list[int] = []
         self._dropped = self._unknown = 0
@@ -83,8 +90,11 @@ class PlainTable:
         self.areas.append(area)
         return len(self.areas) - 1
 
-    def require(self, worker: int, groups: int) -> None:
+    def require(self, worker: int, groups: int, states: int = 0) -> None:
         self._needed[worker] = groups
+        self._states.pop(worker, None)
+        if states:
+            self._states[worker] = states
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -225,33 +235,41 @@ class PlainTable:
         out = np.zeros((len(self._held), 7), np.int32)
         spans = self._spans(hashes.tolist())
         for worker in spans[0][0] if spans else ():
-            out[worker] = _depths([(on.get(worker, 0), end) for on, end in spans])
+            if worker in self._states:
+                mine = [(on.get(worker, 0), states.get(worker, 0), end) for on, states, end in spans]
+                out[worker] = _depths_with_states(mine)
+            else:
+                out[worker] = _depths([(on.get(worker, 0), end) for on, _, end in spans])
         return out
 
-    def _spans(self, keys: list[int]) -> list[tuple[dict[int, int], int]]:
-        """Return the holders of the leading blocks with their tiers, up to the first block without holders.
-
-        A run of blocks with equal holders is one span: its holders, and where it ends.
-        """
-        spans: list[tuple[dict[int, int], int]] = []
+    def _spans(self, keys: list[int]) -> list[_Span]:
+        """Return the holders of the leading blocks, up to the first block without holders."""
+        spans: list[_Span] = []
+        on: dict[int, int] = {}
+        states: dict[int, int] = {}
         last: _Holders | None = None
         for depth, key in enumerate(keys):
             holders = self._blocks.get(key)
             if holders is None:
                 break
             if holders is last:
-                spans[-1] = spans[-1][0], depth + 1
+                spans[-1] = on, states, depth + 1
                 continue
             on = self._tiers_of(holders.mask)
             if not on:
                 break
-            spans.append((on, depth + 1))
+            states = self._states_of(holders.mask) if self._states else states
+            spans.append((on, states, depth + 1))
             last = holders
         return spans
 
     def _tiers_of(self, mask: int) -> dict[int, int]:
         """Return the workers that hold a block on any tier, and those tiers (one bit each)."""
         return tiers_of(_holders(mask), self._needed.__getitem__, self.areas)
+
+    def _states_of(self, mask: int) -> dict[int, int]:
+        """Return the workers that hold a block's states on any tier, and those tiers (one bit each)."""
+        return tiers_of(_holders(mask), lambda worker: self._states.get(worker, 0), self.areas)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         bits = _AREA_BITS << (worker * MAX_AREAS)
@@ -378,3 +396,26 @@ def _depths(spans: list[tuple[int, int]]) -> list[int]:
     reach.append(lead(reach[0], 2))
     reach.append(lead(reach[1], 4))
     return [lead(0, 7), reach[0], lead(0, 2), lead(0, 4), *reach]
+
+
+def _depths_with_states(spans: list[tuple[int, int, int]]) -> list[int]:
+    """Return the columns of a worker with state groups. Each span also has the tiers of its states."""
+
+    def last(start: int, states: int, *walk: int) -> int:
+        """Walk from `start` by each of these sets of tiers in turn, while it has the blocks.
+
+        Return the last end of a span on the way whose states are on one of the tiers `states`.
+        """
+        found, rest = start, list(walk)
+        for on, states_on, end in spans:
+            if end <= start:
+                continue
+            while rest and not on & rest[0]:
+                del rest[0]
+            if not rest:
+                break
+            found = end if states_on & states else found
+        return found
+
+    gpu = last(0, 1, 1)
+    return [last(gpu, 6, 6), gpu, last(0, 2, 2), last(0, 4, 4), gpu, last(gpu, 2, 2), last(gpu, 6, 2, 4)]

@@ -259,7 +259,7 @@ class PrefixIndex:
             if (known := self._workers.get(worker)) is not None:
                 self._applier.wipe(known)
                 known.groups.clear()
-                self._backend.table.require(known.number, 0)
+                self._applier.require(known)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class PrefixIndex:
         """
         with self._lock:
             known = self._workers[worker]
-            needed = self._applier.areas.needed(known.groups.counted)
+            needed = self._applier.areas.needed(known.groups.attention)
             held: dict[StorageTier, Counter[int]] = {tier: Counter() for tier in StorageTier}
             for area, count in zip(
                 self._backend.table.areas, self._backend.table.held(known.number), strict=True

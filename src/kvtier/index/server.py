@@ -8,6 +8,7 @@ loops are compiled. Running requests finish before it stops.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -53,8 +54,11 @@ def serve(
 
 
 def _exit(*_: object) -> None:
-    """End the process, successfully, while the index's loops are compiled."""
-    raise SystemExit(0)
+    """End the process, successfully, while the index's loops are compiled.
+
+    An exception would pass through numba, which may turn it into a failure of its own.
+    """
+    os._exit(0)
 
 
 def _make_service(host: str, settings: Settings | None) -> Service:

@@ -1,10 +1,11 @@
 """Translates events, which name blocks by the engine's hashes, to the keys of an index that hashes tokens.
 
 A block's key depends on its tokens and its parent's key. So a block has no key while its parent is unknown,
-or if it came without tokens, as some engines send for lower tiers. `Orphans` keeps the data of such a block,
-and the areas in which the worker holds it, until the parent or the block itself has a name. Waiting blocks,
-and the names of blocks under a cache salt, take bytes of a budget that workers share: when it is spent, this
-worker's block that has waited longest is dropped and counted.
+or if it came without tokens, as some engines send for lower tiers. A name is good for all groups, so a state
+that is sent without its tokens has the key of the attention block that ends with it. `Orphans` keeps the
+data of a block without a key, and the areas in which the worker holds it, until the parent or the block
+itself has a name. Waiting blocks, and the names of blocks under a cache salt, take bytes of a budget that
+workers share: when it is spent, this worker's block that has waited longest is dropped and counted.
 
 Engines send a cache salt with the first block only, so it is remembered along the chain. Not for several
 threads at once.
@@ -20,7 +21,7 @@ import numpy as np
 from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
-from kvtier.index.base import SLACK, IndexBackend, MemoryBudget, NamePart, Op, parts_of
+from kvtier.index.base import SLACK, STATE, IndexBackend, MemoryBudget, NamePart, Op, parts_of
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
 T = TypeVar("T")
@@ -380,9 +381,11 @@ def _blocks_of(event: BlockStored, area: int) -> _Blocks | None:
     hashes = [to_u64(block_hash) for block_hash in event.block_hashes]
     parent = None if event.parent_block_hash is None else to_u64(event.parent_block_hash)
     lora, extra_keys, copies = event.lora_name, event.extra_keys or [], {area: 1}
-    if not event.token_ids:
+    fits = len(event.token_ids) == len(hashes) * event.block_size
+    # vLLM sends the tokens of a whole run with the few states that it keeps of it: their hashes must do
+    if not event.token_ids or (event.kv_cache_spec_kind == STATE and not fits):
         return _Blocks(hashes, parent, b"", None, None, [], copies)
-    if len(event.token_ids) != len(hashes) * event.block_size or len(extra_keys) not in (0, len(hashes)):
+    if not fits or len(extra_keys) not in (0, len(hashes)):
         return None
     salt = salt_of(extra_keys, lora) if parent is None else None
     try:

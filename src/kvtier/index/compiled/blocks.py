@@ -436,6 +436,40 @@ def match_depths(
 
 
 @jit
+def state_depths(
+    rows: Any, areas: Any, needed: Any, states: Any, some: Any, words: Any,
+    found: Any, count: Any, word: Any, out: Any,
+) -> None:  # fmt: skip
+    """Find how far `some` of 64 workers come, those with state groups: at most to the last states."""
+    for column in range(out.shape[1]):
+        _record(out, column, word, some, 0)
+    gpus = cpus = storages = below = walk_cpu = some
+    walk_storage = _ZERO
+    for depth in range(1, count + 1):
+        holders = found[depth - 1]
+        if depth < count and found[depth] == holders:  # only the last block of equal ones can be an end
+            continue
+        gpu, cpu, storage = _on_tiers(rows, areas, needed, words, holders, word)
+        gpus, cpus, storages, below = gpus & gpu, cpus & cpu, storages & storage, below & (cpu | storage)
+        walk_storage = (walk_storage | (walk_cpu & ~cpu)) & storage
+        walk_cpu &= cpu
+        if gpus | cpus | storages | below == 0:
+            return
+        gpu, cpu, storage = _on_tiers(rows, areas, states, words, holders, word)
+        _record(out, 0, word, below & (cpu | storage), depth)
+        _record(out, 2, word, cpus & cpu, depth)
+        _record(out, 3, word, storages & storage, depth)
+        _record(out, 5, word, walk_cpu & cpu, depth)
+        _record(out, 6, word, (walk_cpu | walk_storage) & (cpu | storage), depth)
+        # where a prefix on the GPU ends, the tiers below may go on
+        ends = gpus & gpu
+        if ends:
+            for column in (0, 1, 4, 5, 6):
+                _record(out, column, word, ends, depth)
+            below, walk_cpu, walk_storage = below | ends, walk_cpu | ends, walk_storage & ~ends
+
+
+@jit
 def match(
     meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, areas: Any, needed: Any,
     hashes: Any, out: Any,
@@ -445,7 +479,12 @@ def match(
     found = np.empty(hashes.size, np.uint32)
     count = _look_up(meta, directory, cells, alias, hashes, found)
     for word in range(words):
-        match_depths(rows, areas, needed, words, found, count, word, out)
+        match_depths(rows, areas, needed[0], words, found, count, word, out)
+        some = _ZERO
+        for group in range(needed.shape[1]):
+            some |= needed[1, group, word]
+        if some:
+            state_depths(rows, areas, needed[0], needed[1], some, words, found, count, word, out)
 
 
 @jit

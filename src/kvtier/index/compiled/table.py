@@ -61,7 +61,7 @@ class CompiledTable:
         self._cells = Cells.reserve(budget // _SEGMENT_BYTES, blocks.WIDTH)
         self._meta = self._cells.meta
         self.areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
-        self._needed = np.zeros((MAX_AREAS, 1), np.uint64)
+        self._needed = np.zeros((2, MAX_AREAS, 1), np.uint64)  # for a block, and for the end of a prefix
         self._held = np.zeros((64, MAX_AREAS + 1), np.int64)
         self._words = 1
         self._refs = np.zeros(1, np.int64)
@@ -78,8 +78,8 @@ class CompiledTable:
             return False
         held = np.zeros((wanted, MAX_AREAS + 1), np.int64)
         held[:have] = self._held
-        needed = np.zeros((MAX_AREAS, wanted // 64), np.uint64)
-        needed[:, : self._words] = self._needed
+        needed = np.zeros((2, MAX_AREAS, wanted // 64), np.uint64)
+        needed[:, :, : self._words] = self._needed
         rows = self._grid()
         self._held, self._needed, self._words = held, needed, wanted // 64
         self._make_sets(self._room, rows)
@@ -94,12 +94,13 @@ class CompiledTable:
         self._make_sets(self._room, rows)
         return number
 
-    def require(self, worker: int, groups: int) -> None:
+    def require(self, worker: int, groups: int, states: int = 0) -> None:
         word, bit = worker >> 6, np.uint64(1 << (worker & 63))
-        for group in range(MAX_AREAS):
-            self._needed[group, word] &= ~bit
-            if groups >> group & 1:
-                self._needed[group, word] |= bit
+        for needed, bits in zip(self._needed, (groups, states), strict=True):
+            for group in range(MAX_AREAS):
+                needed[group, word] &= ~bit
+                if bits >> group & 1:
+                    needed[group, word] |= bit
 
     @property
     def _room(self) -> int:
@@ -111,7 +112,7 @@ class CompiledTable:
         return self._rows[: self._room].reshape(self._room, len(self.areas), self._words)
 
     def _sets_bytes(self, room: int, areas: int, words: int) -> int:
-        workers = words * (64 * (MAX_AREAS + 1) * 8 + MAX_AREAS * 8)
+        workers = words * (64 * (MAX_AREAS + 1) * 8 + 2 * MAX_AREAS * 8)
         return room * _SET_BYTES + (room + 1) * areas * words * 8 + workers
 
     def _fits(self, room: int, areas: int, words: int) -> bool:
@@ -231,7 +232,7 @@ class CompiledTable:
         return tiers_of(self._holders(number), self._needs, self.areas)
 
     def _needs(self, worker: int) -> int:
-        bits = (self._needed[:, worker >> 6] >> np.uint64(worker & 63)) & np.uint64(1)
+        bits = (self._needed[0, :, worker >> 6] >> np.uint64(worker & 63)) & np.uint64(1)
         return sum(int(bit) << group for group, bit in enumerate(bits))
 
     def _holders(self, number: int) -> list[tuple[int, int]]:
