@@ -1,4 +1,5 @@
-"""`SlotTable`: which chunk is in which slot, which jobs use it, and which chunk leaves.
+"""`SlotTable`: which chunk is in which slot, which jobs use it, and which chunk leaves. `ChangeLog`: the
+changes of a table that are to be announced.
 
 The pool and the disk both keep their slots in such a table. A slot is free, writing, ready or reading; or
 *doomed*, if its chunk was made absent while a job used the slot. A doomed slot cannot be read, written or
@@ -17,6 +18,7 @@ scheduler thread owns it.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import compress
@@ -29,6 +31,7 @@ from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARCPolicy, CachePolicy, LRUPolicy, Slots
 from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook, slot_array
+from kvtier.residency import MissReason, OffloadingEvent
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ _CALLS = "insert", "touch", "remove", "clear", "check", *_QUESTIONS
 _RESTORE_SLICE = 16_384
 """Keys entered at once during a restore: some milliseconds in which no other thread runs."""
 _MOST_TICKS = 1 << 62
+_CLEARED_SLICE = 2048
+"""Chunks of a reset announced at once: a millisecond or two for those who translate them."""
 
 
 class Reserved(NamedTuple):
@@ -452,3 +457,86 @@ class SlotTable:
 
 def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray | list) else value
+
+
+class ChangeLog:
+    """The changes of a table's chunks that are not announced yet, as events of one medium.
+
+    A reset makes all chunks absent at once. Their removals are announced in slices, one at once and one for
+    each `take`, but each before its key, or a key in its slot, is announced as stored again. The books of
+    cleared chunks are emptied slice by slice, too: to free a million keys takes as long as to announce them.
+    """
+
+    def __init__(self, medium: str, record_miss: Callable[[list[OffloadKey], MissReason], object]) -> None:
+        """Begin empty. `record_miss` is told the cleared chunks when they are announced."""
+        self._medium, self._record_miss = medium, record_miss
+        self._events: list[OffloadingEvent] = []
+        # The oldest book first, each with the slots that are left to announce, and a flag for each of these.
+        self._cleared: deque[tuple[SlotBook, Slots, Mask]] = deque()
+        self._cleared_because = MissReason.CLEARED
+
+    def has_slices(self) -> bool:
+        """Return whether removals of cleared chunks are left for later calls of `take`."""
+        return bool(self._cleared)
+
+    def explain(self, key: OffloadKey) -> MissReason | None:
+        """Return why a chunk is absent whose removal is left for later."""
+        is_cleared = any(book.get(key) is not None for book, _, _ in self._cleared)
+        return self._cleared_because if is_cleared else None
+
+    def add_stored(
+        self,
+        keys: list[OffloadKey],
+        find: Callable[[list[OffloadKey]], Slots],
+        descriptions: tuple[bytes, ...] | None = None,
+    ) -> None:
+        """Announce chunks that became ready. `find` gives their slots."""
+        if keys:
+            if self._cleared:
+                self._announce_cleared(self._take_before(keys, find(keys)))
+            self._events.append(OffloadingEvent(keys, self._medium, False, descriptions))
+
+    def add_removed(self, keys: list[OffloadKey]) -> None:
+        """Announce chunks that were ready and are now absent."""
+        if keys:
+            self._events.append(OffloadingEvent(keys, self._medium, True))
+
+    def add_cleared(self, book: SlotBook, announced: Slots, reason: MissReason) -> None:
+        """Take over a book that nobody else uses any more, and the slots whose chunks were announced."""
+        self._cleared_because = reason
+        if len(announced):
+            is_announced = np.zeros(announced.max() + 1, dtype=np.bool_)
+            is_announced[announced] = True
+            self._cleared.append((book, announced, is_announced))
+        self._announce_slice()
+
+    def take(self) -> list[OffloadingEvent]:
+        """Take the changes so far, with one more slice of the cleared chunks."""
+        self._announce_slice()
+        events, self._events = self._events, []
+        return events
+
+    def _announce_slice(self) -> None:
+        keys: list[OffloadKey] = []
+        while self._cleared and len(keys) < _CLEARED_SLICE:
+            book, slots, flags = self._cleared.popleft()
+            count = _CLEARED_SLICE - len(keys)
+            part, rest = slots[:count], slots[count:]
+            keys += book.remove(part)
+            if len(rest):
+                self._cleared.appendleft((book, rest, flags))
+        self._announce_cleared(keys)
+
+    def _take_before(self, keys: list[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        """Remove and return the cleared chunks of these keys, and those that were in these slots."""
+        taken: list[OffloadKey] = []
+        for book, _, is_announced in self._cleared:
+            named = np.concatenate((book.held(keys), slots))
+            named = named[(named >= 0) & (named < len(is_announced))]
+            taken += book.remove(named[is_announced[named]])
+        return list(dict.fromkeys(taken))
+
+    def _announce_cleared(self, keys: list[OffloadKey]) -> None:
+        if keys:
+            self._record_miss(keys, self._cleared_because)
+            self.add_removed(keys)

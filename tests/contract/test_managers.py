@@ -65,7 +65,7 @@ class Stepped(TieredOffloadingManager):
     def _turn(self) -> None:
         """Have everything written that is on its way: the suite counts the chunks that nobody reads."""
         self.end_step()
-        while len(self._demotions):
+        while self._demotions.has_jobs():
             for tier in self.tiers:
                 tier.wait_any(1.0)
             self.end_step()

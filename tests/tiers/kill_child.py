@@ -1,4 +1,7 @@
-"""A program: demotes rows to a disk and is killed at one of its writes. `kill_child.py FOLDER FIRST LAST`.
+"""A program that demotes rows to a disk and is killed at one of its writes.
+
+`kill_child.py FOLDER FIRST LAST OFFSET`. The rows lie OFFSET bytes behind the start of a page: direct I/O
+writes aligned rows of adjacent slots at once, and other rows one by one.
 
 For each number from FIRST on, a fork works in FOLDER/NUMBER and is killed with SIGKILL before its
 NUMBER-th write, wherever that is: header, emptied record, row, description, record. What it was told to be
@@ -8,6 +11,7 @@ writes.
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import time
@@ -36,11 +40,13 @@ def open_tier(folder: Path) -> DiskTier:
     return tier
 
 
-def work(folder: Path) -> None:
+def work(folder: Path, offset: int) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     tier = open_tier(folder)
-    memory = bytearray().join(row_of(number) for number in range(JOBS * ROWS_PER_JOB))
-    tier.set_buffer(RowBuffer(memoryview(memory), ROW_BYTES))
+    rows = b"".join(row_of(number) for number in range(JOBS * ROWS_PER_JOB))
+    memory = memoryview(mmap.mmap(-1, offset + len(rows)))[offset:]
+    memory[:] = rows
+    tier.set_buffer(RowBuffer(memory, ROW_BYTES))
     for job in range(JOBS):
         numbers = range(job * ROWS_PER_JOB, (job + 1) * ROWS_PER_JOB)
         keys = [make_offload_key(b"%032d" % number, 0) for number in numbers]
@@ -66,13 +72,13 @@ def work(folder: Path) -> None:
     tier.close()
 
 
-def main(folder: Path, first: int, last: int) -> None:
+def main(folder: Path, first: int, last: int, offset: int) -> None:
     for number in range(first, last + 1):
         place = folder / str(number)
         place.mkdir()
         if (child := os.fork()) == 0:
             files._on_write_step = KillPoint(number)
-            work(place)
+            work(place, offset)
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
             print(number)
@@ -80,4 +86,4 @@ def main(folder: Path, first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

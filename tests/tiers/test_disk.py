@@ -94,7 +94,8 @@ def test_a_restart_finds_everything(tmp_path: Path) -> None:
     with opened(tmp_path) as driver:
         driver.store(1, 2, 3)
     with opened(tmp_path) as driver:
-        assert driver.tier.lookup_prefix(keys(1, 2, 3, 4)) == 3, "at once, before anything is announced"
+        found = driver.tier.lookup_many(keys(1, 2, 3, 4))
+        assert found == [True, True, True, False], "at once, before anything is announced"
         assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
 
 
@@ -259,10 +260,10 @@ def test_rows_offered_while_a_reset_is_written_down_are_written_after_it(tmp_pat
         may_write.set()
         for _ in range(10_000):
             manager.end_step()
-            if disk(driver).lookup_prefix(keys(1, 2)) == 2:
+            if disk(driver).lookup_many(keys(1, 2)) == [True, True]:
                 break
             disk(driver).wait_any(0.01)
-        assert disk(driver).lookup_prefix(keys(1, 2)) == 2
+        assert disk(driver).lookup_many(keys(1, 2)) == [True, True]
         assert disk(driver).stats().refused == 0
         manager.check()
 
@@ -811,7 +812,7 @@ def test_records_without_their_rows(tmp_path: Path) -> None:
     with opened(tmp_path) as driver:
         assert driver.fetch(1, 2) == {1: MissReason.FAILED, 2: MissReason.FAILED}
         driver.wait(lambda: len(driver.demote(1, 2)[1]) == 2)
-        driver.wait(lambda: driver.tier.lookup_prefix(keys(1, 2)) == 2)
+        driver.wait(lambda: driver.tier.lookup_many(keys(1, 2)) == [True, True])
         assert driver.fetch(1, 2) == {1: content(1), 2: content(2)}, "stored again, they are whole"
 
 
@@ -1001,7 +1002,7 @@ def test_many_last_uses_are_saved_with_few_writes(tmp_path: Path, monkeypatch: p
 def test_a_reset_of_many_rows_is_announced_in_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.slot_tier._SLICE", 3)
+    monkeypatch.setattr("kvtier.slot_table._CLEARED_SLICE", 3)
     with opened(tmp_path) as driver:
         driver.store(*range(8))
         driver.events.clear()
@@ -1010,7 +1011,7 @@ def test_a_reset_of_many_rows_is_announced_in_slices(
         assert driver.tier.lookup_many(keys(*range(8))) == [False] * 8
         assert driver.tier.explain(key(7)) is MissReason.CLEARED
         driver.store(7)
-        driver.wait(lambda: not disk(driver)._cleared)
+        driver.wait(lambda: not disk(driver)._changes.has_slices())
         told = [(change.removed, list(change.keys)) for change in driver.events]
         assert all(len(names) <= 3 for _, names in told)
         removals = [at for at, (removed, names) in enumerate(told) if removed and key(7) in names]

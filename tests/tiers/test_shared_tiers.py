@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,6 +211,49 @@ def test_groups_are_searched_apart() -> None:
     ]
     found = search_prefix(lambda some: [row.key[-1] == 1 or int(row.key[:32]) < 9 for row in some], rows, 4)
     assert found.there == [row.key[-1] == 1 or int(row.key[:32]) < 9 for row in rows]
+
+
+def test_groups_of_states_are_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config(valkey={"url": "valkey://host:6379/2"})
+    full = config.groups[0]
+    state = replace(full, is_state=True, layer_names=("states",))
+    config = replace(config, groups=(state, full))
+    monkeypatch.setattr(factory, "open_backend", lambda *_: MemoryServer())
+    monkeypatch.setattr(factory, "expect_package", lambda *_: None)
+    tier = factory.make_tier(config.settings.tiers[0], config)
+    assert isinstance(tier, SharedTier)
+    assert tier._sparse_groups == {0}
+    assert tier.close()
+
+
+@pytest.mark.parametrize("width", [1, 4, 33, 1000])
+def test_single_chunks_of_sparse_groups_are_found(width: int) -> None:
+    """Of a recurrent layer few states are stored: the first is missing, and most of the others are too."""
+    rows = [
+        BackendRow(make_offload_key(b"%032d" % number, group), ())
+        for number in range(50)
+        for group in (0, 1, 2)
+    ]
+    stored = {(0, number) for number in range(31)} | {(1, 17), (1, 30), (2, 30), (2, 49)}
+    asked: list[int] = []
+
+    def contains(some: Sequence[BackendRow]) -> list[bool]:
+        assert len(some) <= width
+        asked.append(len(some))
+        return [(row.key[-1], int(row.key[:32])) in stored for row in some]
+
+    found = search_prefix(contains, rows, width, sparse_groups={1, 2})
+    assert found.there == [(row.key[-1], int(row.key[:32])) in stored for row in rows]
+    assert found.round_trips == len(asked)
+
+
+def test_sparse_groups_are_searched_from_the_tail() -> None:
+    """An answer that comes too late for all knows of those that make the longest prefix."""
+    rows = [BackendRow(make_offload_key(b"%032d" % number, 1), ()) for number in range(10)]
+    wanted = iter((True, True, False))
+    found = search_prefix(lambda some: [True] * len(some), rows, 3, lambda: next(wanted), {1})
+    assert found.there == [False] * 4 + [True] * 6
+    assert found.round_trips == 2
 
 
 def test_an_answer_that_nobody_wants_costs_no_further_round_trip() -> None:

@@ -326,7 +326,7 @@ class TestResetsInSlices:
     def test_a_removal_comes_before_its_key_or_its_place_is_announced_again(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvtier.offload.manager._SLICE", 1)
+        monkeypatch.setattr("kvtier.slot_table._CLEARED_SLICE", 1)
         manager = CPUOffloadingManager(4)
         store(manager, 1, 2, 3, 4)
         manager.reset_cache()
@@ -348,7 +348,7 @@ class TestResetsInSlices:
         self, seed: int, policy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Stores, loads, failures and resets in any order; events are taken now and then."""
-        monkeypatch.setattr("kvtier.offload.manager._SLICE", 2)
+        monkeypatch.setattr("kvtier.slot_table._CLEARED_SLICE", 2)
         source, manager, heard = Random(seed), CPUOffloadingManager(8, policy), set[OffloadKey]()
         stores, loads = list[tuple[list[OffloadKey], object]](), list[tuple[list[OffloadKey], object]]()
 

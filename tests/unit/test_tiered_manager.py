@@ -406,7 +406,7 @@ def test_an_offer_lasts_as_long_as_its_row_is_in_the_pool() -> None:
         tiered.manager.touch(keys(0), context())
         tiered.store(number)
         tiered.poll()
-        assert len(tiered.manager._demotions._queues["disk"].offers) <= 8
+        assert len(tiered.manager._demotions._offers[tiered.tier]) <= 8
     assert back(tiered) == sorted(keys(0, 37, 38, 39))
 
 

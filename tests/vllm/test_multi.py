@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from tests.vllm.conftest import Reference, tokens_of
 from tests.vllm.device import on_gpu
+from tests.vllm.disks import disk_tier
 from tests.vllm.engines import KVTIER, as_connector, make_prompt, vllm_engine
 from tests.vllm.test_faults import DEADLINES, FAULTY, use
+from tests.vllm.test_tiers import wait_open, wait_written
 
 from kvtier.testing.faults import Fault, FaultPlan
 
@@ -66,6 +68,24 @@ def test_same_tokens_and_what_was_counted(
         "the first child is asked first, and has everything"
     )
     assert counted["vllm:external_prefix_cache_hits"] == 2 * (32 + 96 + 128 + 160)
+
+
+@pytest.mark.parametrize("sibling", [{"cpu": {"capacity": "8MiB"}}, {}], ids=["other", "equal"])
+def test_each_of_two_kvtiers_has_its_own_pool(
+    llama: Path, reference: Reference, tmp_path: Path, sibling: dict[str, Any]
+) -> None:
+    """A disk once moved rows between files and the pool of the other child, whose worker opened last."""
+    settings = disk_tier(tmp_path / "disk")
+    if not sibling:  # it gets no disk, which the first child owns
+        sibling = settings
+    for start in range(2):
+        with vllm_engine(llama, settings, beside=[as_connector(sibling)]) as engine:
+            outputs = [engine.generate([prompt])[0] for prompt in PROMPTS]
+            if start == 0:
+                wait_open(engine)
+                wait_written(engine)
+        assert tokens_of(outputs) == reference(llama, PROMPTS)
+        assert [output.cached for output in outputs] == [0 if start == 0 else n for n in (32, 96, 128, 160)]
 
 
 @pytest.mark.parametrize("kind", ["alone", "beside_another_kvtier"])

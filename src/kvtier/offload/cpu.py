@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.config import KVTierConfig
 from kvtier.machine import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
@@ -52,10 +53,14 @@ class _OpenPool(NamedTuple):
     sides: set[str]
 
 
-_open_pools: dict[tuple[int, str, str, int], _OpenPool] = {}
-"""The open pools by process, engine, launch and party.
+_PoolKey = tuple[int, str, str, int, KVTierConfig]
+"""Process, engine, launch, party and settings."""
 
-If the side that opens a pool is already among its users, two engines have one id by mistake.
+_open_pools: dict[_PoolKey, list[_OpenPool]] = {}
+"""The open pools, in the order in which they were opened.
+
+Several connectors of one engine (vLLM's `MultiConnector`) differ in their settings only. If these are equal
+too, their sides meet in the order in which they open pools, which is that of the connectors on both sides.
 """
 _lock = Lock()
 
@@ -79,20 +84,12 @@ class CPUOffloadingSpec(OffloadingSpec):
         self._clock, self._make_tier = clock, make_tier
         self._manager: CPUOffloadingManager | TieredOffloadingManager | None = None
         self._pool: Pool | None = None
-        self._pool_key = 0, "", "", 0
+        self._pool_key: _PoolKey = 0, "", "", 0, config.settings
 
     @property
     def parties(self) -> int:
-        """The number of processes that map the pool."""
+        """The number of processes that map the pool: first all ranks, then a scheduler of its own."""
         return self.config.world_size + bool(self.config.settings.tiers and self.config.scheduler_apart)
-
-    @property
-    def party(self) -> int:
-        """A worker's number among the parties.
-
-        Ranks come first; a scheduler in its own process comes last.
-        """
-        return self.config.rank
 
     def get_manager(self) -> CPUOffloadingManager | TieredOffloadingManager:
         """Return the manager, the same object every time."""
@@ -113,8 +110,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def _make_tiered_manager(self, pool: CPUOffloadingManager) -> TieredOffloadingManager:
         settings = self.config.settings
-        apart = self.config.scheduler_apart
-        rows = self.open_pool("scheduler", self.parties - 1 if apart else self.party).rows
+        rows = self.open_pool("scheduler").rows
         tiers = [ConfiguredTier(self._make_tier(tier, self.config), tier.write) for tier in settings.tiers]
         manager = TieredOffloadingManager(
             pool,
@@ -134,19 +130,22 @@ class CPUOffloadingSpec(OffloadingSpec):
             raise
         return manager
 
-    def open_pool(self, side: str = "worker", party: int | None = None) -> Pool:
+    def open_pool(self, side: str = "worker") -> Pool:
         """Return this process's mapping of the pool; open it the first time. `side` is the caller's."""
         if self._pool is None:
-            config, party = self.config, self.party if party is None else party
-            key = os.getpid(), config.engine_id, config.launch_id, party
+            config = self.config
+            is_apart = side == "scheduler" and config.scheduler_apart
+            party = self.parties - 1 if is_apart else config.rank
+            key = os.getpid(), config.engine_id, config.launch_id, party, config.settings
             with _lock:
-                shared = _open_pools.get(key)
-                if shared is not None and side not in shared.sides:
+                pools = _open_pools.setdefault(key, [])
+                shared = next((shared for shared in pools if side not in shared.sides), None)
+                if shared is not None:
                     shared.sides.add(side)
                     self._pool = shared.pool.share()
                 else:
                     self._pool = self._open(party)
-                    _open_pools[key] = _OpenPool(self._pool, {side})
+                    pools.append(_OpenPool(self._pool, {side}))
             self._pool_key = key
         return self._pool
 
@@ -197,7 +196,9 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Give up the mapping of the pool. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            with _lock:
-                if (shared := _open_pools.get(self._pool_key)) is not None and shared.pool is pool:
-                    del _open_pools[self._pool_key]  # a later `open_pool` is another start of the engine
+            with _lock:  # a later `open_pool` is another start of the engine
+                pools = _open_pools.get(self._pool_key, [])
+                pools[:] = [shared for shared in pools if shared.pool is not pool]
+                if not pools:
+                    _open_pools.pop(self._pool_key, None)
             pool.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from kvtier.errors import IntegrityError
@@ -38,17 +37,6 @@ _ROWS = 1024
 """The most rows submitted to a tier at a time: the scheduler's thread takes some microseconds for each."""
 
 
-@dataclass(slots=True, eq=False)
-class _TierQueue:
-    """The rows offered to one tier and not submitted yet, and the number of rows submitted."""
-
-    tier: Tier
-    offers: OrderedDict[OffloadKey, None] = field(default_factory=OrderedDict)
-    """The oldest offer first. A plain dict is slow to find its first key once many before it are deleted."""
-    num_submitted: int = 0
-    """The rows that are pinned for the tier's jobs."""
-
-
 class Demotions:
     """Owns the demotions of rows to tiers.
 
@@ -65,20 +53,19 @@ class Demotions:
     ) -> None:
         """Set up an empty queue for each tier. A tier may take `seconds` for a job."""
         self._pool, self._seconds, self._clock = pool, seconds, clock
-        self.max_rows = max(1, pool.num_slots // _SHARE)
-        share = self.max_rows // max(1, len(tiers))
+        share = pool.num_slots // _SHARE // max(1, len(tiers))
         self._most_submitted = max(1, min(share, _BYTES // row_bytes, _ROWS))
-        self._queues = {tier.name: _TierQueue(tier) for tier in tiers}
-        self._jobs: dict[RowJob, _TierQueue] = {}  # the jobs that are not over, oldest first
+        self._offers: dict[Tier, OrderedDict[OffloadKey, None]] = {tier: OrderedDict() for tier in tiers}
+        """The rows offered to each tier and not submitted yet, the oldest offer first.
+
+        A plain dict is slow to find its first key once many before it are deleted.
+        """
+        self._jobs: dict[RowJob, Tier] = {}  # the jobs that are not over, oldest first
         self._newest = 0
         self.describe: DescribeChunks = lambda keys: lambda at: b""
         self.unwritten = 0
         """The rows offered that left the pool, or whose slots were needed, before they were written."""
         self._progress = float("-inf")
-
-    def __len__(self) -> int:
-        """Return the number of pinned rows; a row counts once for each tier."""
-        return sum(len(job.lent) for job in self._jobs)
 
     # -- offering ----------------------------------------------------------------------------------
 
@@ -88,7 +75,7 @@ class Demotions:
         If there are more offers than the pool has slots, the oldest are looked at, and those whose rows have
         left the pool are dropped. So there are at most twice as many offers as slots.
         """
-        offers = self._queues[tier.name].offers
+        offers = self._offers[tier]
         before = len(offers)
         offers.update(dict.fromkeys(keys))
         if len(offers) == before:
@@ -108,15 +95,18 @@ class Demotions:
 
         Offers to a tier that is not open yet or is suspended wait, as long as their rows are in the pool.
         """
-        for queue in self._queues.values():
-            room = self._most_submitted - queue.num_submitted
-            if queue.offers and room > 0 and queue.tier.takes_rows():
-                keys = list(islice(queue.offers, room))
+        for tier, offers in self._offers.items():
+            if offers and tier.takes_rows():
+                keys = list(islice(offers, self._most_submitted - self._num_submitted(tier)))
                 for key in keys:
-                    del queue.offers[key]
-                self._submit(queue, keys)
+                    del offers[key]
+                self._submit(tier, keys)
 
-    def _submit(self, queue: _TierQueue, keys: list[OffloadKey]) -> None:
+    def _num_submitted(self, tier: Tier) -> int:
+        """Count the rows that are pinned for a tier's jobs."""
+        return sum(len(job.lent) for job, theirs in self._jobs.items() if theirs is tier)
+
+    def _submit(self, tier: Tier, keys: list[OffloadKey]) -> None:
         ready = self._pool.demotable(keys)
         self.unwritten += len(keys) - len(ready)
         if not ready:
@@ -131,9 +121,8 @@ class Demotions:
             self._clock() + self._seconds,
             self.describe(ready),
         )
-        self._jobs[job] = queue
-        queue.num_submitted += len(job)
-        taken = queue.tier.demote(job)
+        self._jobs[job] = tier
+        taken = tier.demote(job)
         if len(taken) < len(job):
             self._unpin(job, sorted(job.lent.difference(taken)))
 
@@ -152,10 +141,10 @@ class Demotions:
         self._progress = self._clock()
         job = result.job
         if not result.in_use:
-            queue = self._jobs[job]
+            tier = self._jobs[job]
             self._unpin(job, result.positions)
             if MissReason.SUSPENDED in (result.outcome, job.given_up):
-                self.offer(queue.tier, result.keys)
+                self.offer(tier, result.keys)
 
     def make_room(self, count: int) -> None:
         """Unpin rows that no thread has begun to write, the newest first, until `count` slots are unread.
@@ -163,12 +152,12 @@ class Demotions:
         A row on its way into several tiers is withdrawn from each of them.
         """
         still_read: set[int] = set()  # the slots of rows that only some of their tiers have given back
-        for job, queue in reversed(list(self._jobs.items())):
+        for job, tier in reversed(list(self._jobs.items())):
             if count <= 0:
                 return
             is_next = [slot in still_read for slot in job.slots.tolist()]
             lent = sorted(job.lent, key=lambda at: (is_next[at], at))
-            withdrawn = queue.tier.withdraw(job, lent[-count:])
+            withdrawn = tier.withdraw(job, lent[-count:])
             self.unwritten += len(withdrawn)
             self._unpin(job, withdrawn)
             read = self._pool.read_slots(job.slots_at(withdrawn))
@@ -180,25 +169,21 @@ class Demotions:
         if positions:
             self._pool.complete_load(job.keys_at(positions), CPULoadStoreSpec(job.slots_at(positions)))
         job.lent.difference_update(positions)
-        queue = self._jobs[job]
-        queue.num_submitted -= len(positions)
         if not job.lent:
             del self._jobs[job]
 
     def reset(self) -> None:
         """Forget all offers. Rows that are being written are unpinned when their results come."""
-        for queue in self._queues.values():
-            queue.offers.clear()
+        for offers in self._offers.values():
+            offers.clear()
 
     def has_offers(self) -> bool:
         """Return whether offers wait, and a row was offered or written within the last second."""
-        waiting = any(queue.offers for queue in self._queues.values())
-        return waiting and self._clock() - self._progress < 1.0
+        return any(self._offers.values()) and self._clock() - self._progress < 1.0
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the records do not agree."""
-        for queue in self._queues.values():
-            submitted = sum(len(job.lent) for job, theirs in self._jobs.items() if theirs is queue)
-            if submitted != queue.num_submitted or submitted > self._most_submitted:
-                found = f"{queue.num_submitted} counted of at most {self._most_submitted}"
-                raise IntegrityError(f"demotions to {queue.tier.name}: {submitted} rows are pinned, {found}")
+        """Raise `IntegrityError` if more rows are pinned than allowed."""
+        for tier in self._offers:
+            found, most = self._num_submitted(tier), self._most_submitted
+            if found > most:
+                raise IntegrityError(f"{tier.name}: expected at most {most} rows pinned, got {found}")

@@ -6,8 +6,8 @@ leave it.
 
 Events: `prepare_store` announces the chunks it evicted, `complete_store` the chunks that became ready,
 `discard` the chunks that were ready and are now absent. The chunks that `reset_cache` made absent are
-announced in slices, one at once and one for each `take_events`, but each before its key or its slot is
-announced again. Scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.
+announced in slices (`ChangeLog`). Scheduler thread only; nothing blocks. A call that raises `InputError`
+has changed nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from kvtier.errors import InputError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.policies import CachePolicy, Slots, make_policy
-from kvtier.policies.slots import ABSENT, WRITING, ClearedChunks
+from kvtier.policies.slots import ABSENT, WRITING
 from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
-from kvtier.slot_table import NO_SLOTS, NO_USER, SlotTable
+from kvtier.slot_table import NO_SLOTS, NO_USER, ChangeLog, SlotTable
 from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
 
 _MEDIUM = CPULoadStoreSpec.medium()
 _EVICTED = MissReason.EVICTED  # an enum lookup takes as long as the lookup of a key
-_SLICE = 2048  # chunks of a reset announced at once: a millisecond or two for those who translate them
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +75,9 @@ class CPUOffloadingManager(OffloadingManager):
         self._table = SlotTable(num_slots, policy)
         self._stays = np.zeros(num_slots, dtype=np.bool_)  # the chunk last put there must not leave the pool
         self._some_stay = False  # whether any chunk ever had to stay
-        self._cleared = ClearedChunks()
         self._store_threshold = store_threshold
         self._miss_history = MissHistory(max_tracked)
-        self._events: list[OffloadingEvent] = []
+        self._changes = ChangeLog(_MEDIUM, self._miss_history.add)
         self._stored = self._evicted = self._refused = 0
 
     @property
@@ -113,7 +111,7 @@ class CPUOffloadingManager(OffloadingManager):
     def explain(self, key: OffloadKey) -> MissReason | None:
         found = self.lookup(key, NO_REQUEST)
         if found is False:
-            return MissReason.CLEARED if key in self._cleared else self._miss_history.reason(key)
+            return self._changes.explain(key) or self._miss_history.reason(key)
         return None if found else MissReason.WRITING
 
     # -- load --------------------------------------------------------------------------------------
@@ -175,7 +173,7 @@ class CPUOffloadingManager(OffloadingManager):
         if evicted:
             self._evicted += len(evicted)
             self._miss_history.add(evicted, _EVICTED)
-            self._events.append(OffloadingEvent(evicted.copy(), _MEDIUM, True))
+            self._changes.add_removed(evicted.copy())
         return evicted
 
     def _often_enough(self, keys: list[OffloadKey]) -> list[OffloadKey]:
@@ -205,11 +203,8 @@ class CPUOffloadingManager(OffloadingManager):
                 self._miss_history.add(self._table.unwritten(slots), MissReason.IO_FAILED)
                 return
             written = self._table.written(slots)
-        if written:
-            self._stored += len(written)
-            if self._cleared:
-                self._announce_cleared(self._cleared.take_before(written, self._table.find(written)))
-            self._events.append(OffloadingEvent(written, _MEDIUM, False))
+        self._stored += len(written)
+        self._changes.add_stored(written, self._table.find)
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         self._drop(self._table.held(_as_list(keys)), reason)
@@ -228,16 +223,14 @@ class CPUOffloadingManager(OffloadingManager):
         ready, unwritten = self._table.drop(slots)
         if reason is not None:
             self._miss_history.add([*ready, *unwritten], reason)
-        if ready:
-            self._events.append(OffloadingEvent(ready, _MEDIUM, True))
+        self._changes.add_removed(ready)
 
     def reset_cache(self) -> None:
         """Make all chunks absent at once. Some of them are announced now, the others by `take_events`."""
         book, ready, unwritten = self._table.clear()
-        self._cleared.add(book, ready)
         self._miss_history.add(unwritten, MissReason.CLEARED)
         self._miss_history.forget_offers()
-        self._announce_cleared(self._cleared.take(_SLICE))
+        self._changes.add_cleared(book, ready, MissReason.CLEARED)
 
     # -- for tiers below ---------------------------------------------------------------------------
 
@@ -279,19 +272,11 @@ class CPUOffloadingManager(OffloadingManager):
     # -- reports -----------------------------------------------------------------------------------
 
     def take_events(self) -> list[OffloadingEvent]:
-        if self._cleared:
-            self._announce_cleared(self._cleared.take(_SLICE))
-        events, self._events = self._events, []
-        return events
+        return self._changes.take()
 
     def has_pending_work(self) -> bool:
         """Return whether chunks that a reset has made absent are not announced yet."""
-        return bool(self._cleared)
-
-    def _announce_cleared(self, keys: list[OffloadKey]) -> None:
-        if keys:
-            self._miss_history.add(keys, MissReason.CLEARED)
-            self._events.append(OffloadingEvent(keys, _MEDIUM, True))
+        return self._changes.has_slices()
 
     def stats(self) -> ManagerStats:
         """Return the slots by state, and the totals so far."""

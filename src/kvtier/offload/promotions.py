@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +108,7 @@ class _PromotionJob(RowJob):
     started: float
     ahead_bytes: int
     wanted_by: dict[PromotionRequest, None] = field(default_factory=dict)
-    """The requests that have waited for rows of the job, in the order in which they began to."""
+    """The requests that wait for rows of the job, in the order in which they began to."""
     seconds: float = 0.0
     num_arrived: int = 0
     is_late: bool = False
@@ -138,12 +138,9 @@ class Promotions:
         self.max_rows = max(1, pool.num_slots // _SHARE)
         self._arriving: dict[OffloadKey, _PromotionJob] = {}
         """The job that brings each row on its way."""
-        self._awaited: dict[OffloadKey, int] = {}
-        """How many requests wait for each row on its way, if any does."""
         self._jobs: set[_PromotionJob] = set()
         self._pinned: dict[OffloadKey, int] = {}
         """How many requests have each row pinned."""
-        self._lent = 0  # slots of all jobs
         self._newest = 0
         self._times: list[TierTime] = []
 
@@ -208,7 +205,11 @@ class Promotions:
         return True
 
     def _room(self) -> int:
-        return max(0, self.max_rows - self._lent - len(self._pinned))
+        return max(0, self.max_rows - self._num_lent() - len(self._pinned))
+
+    def _num_lent(self) -> int:
+        """Count the slots that tiers may still write."""
+        return sum(len(job.lent) for job in self._jobs)
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class Promotions:
         holders = {
             key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None
         }
-        wanted = _leading(absent, holders) if not request.whole else list(holders)
+        wanted = list(holders) if request.whole else list(takewhile(holders.__contains__, absent))
         wanted = wanted[: self._room()]
         taken, slots = self._take_slots(request, wanted, set(absent))
         if request.whole and len(taken) < len(absent):
@@ -266,15 +267,12 @@ class Promotions:
                 ahead_bytes=tier.promotion_bytes,
             )
             self._jobs.add(job)
-            self._lent += len(job)
             self._arriving.update(dict.fromkeys(job.keys, job))
             tier.promote(job)
 
     def _join(self, request: PromotionRequest, keys: list[OffloadKey]) -> None:
         """Have a request wait for rows on their way."""
         request.missing = dict.fromkeys(keys)
-        for key in request.missing:
-            self._awaited[key] = self._awaited[key] + 1 if key in self._awaited else 1
         for job in {self._arriving[key] for key in keys}:
             job.wanted_by[request] = None
 
@@ -345,8 +343,6 @@ class Promotions:
         ended = {key for key in keys if key in self._arriving and self._arriving[key] is job}
         for key in ended:
             del self._arriving[key]
-            if key in self._awaited:
-                del self._awaited[key]
         waited = [(each, list(each.missing.keys() & ended)) for each in job.wanted_by if each.missing]
         for request, theirs in waited:
             for key in theirs:
@@ -356,7 +352,6 @@ class Promotions:
     def _forget(self, job: _PromotionJob, positions: list[int]) -> None:
         """Remove rows from a job once their memory is ours again; measure the time of a job that is over."""
         job.lent.difference_update(positions)
-        self._lent -= len(positions)
         if job.lent:
             return
         self._jobs.discard(job)
@@ -406,17 +401,15 @@ class Promotions:
 
     def _stop_waiting(self, request: PromotionRequest, keys: list[OffloadKey]) -> None:
         """End a request's wait for rows; withdraw the rows that no request waits for."""
-        unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
+        ended: dict[_PromotionJob, list[OffloadKey]] = {}
         for key in keys:
             del request.missing[key]
-            if self._awaited[key] > 1:
-                self._awaited[key] -= 1
-            else:
-                del self._awaited[key]
-                unwanted.setdefault(self._arriving[key], []).append(key)
-        for job, theirs in unwanted.items():
-            withdrawn = job.tier.withdraw(job, job.positions_of(theirs))
-            if withdrawn:
+            ended.setdefault(self._arriving[key], []).append(key)
+        for job, theirs in ended.items():
+            if not request.missing:
+                del job.wanted_by[request]
+            unwanted = [key for key in theirs if not any(key in each.missing for each in job.wanted_by)]
+            if unwanted and (withdrawn := job.tier.withdraw(job, job.positions_of(unwanted))):
                 keys = job.keys_at(withdrawn)
                 self._take_arrived(job, keys)
                 self._free(keys, job.slots_at(withdrawn))
@@ -425,28 +418,17 @@ class Promotions:
     def check(self, requests: Sequence[PromotionRequest]) -> None:
         """Raise `IntegrityError` if the records do not agree with those of all requests."""
         pinned = Counter(key for request in requests for lease in request.pins for key in lease.keys)
-        awaited = Counter(key for request in requests for key in request.missing)
-        lent = sum(len(job.lent) for job in self._jobs)
+        awaited = {key for request in requests for key in request.missing}
         coming = {key for job in self._jobs for key in job.keys_at(sorted(job.lent))}
         for holds, rule in (
             (pinned == self._pinned, "every pin belongs to a request"),
-            (awaited == self._awaited, "requests that wait for a row are counted"),
-            (awaited.keys() <= self._arriving.keys(), "awaited rows come"),
+            (awaited <= self._arriving.keys(), "awaited rows come"),
             (
                 all(each in self._arriving[key].wanted_by for each in requests for key in each.missing),
                 "a job knows the requests that wait for its rows",
             ),
-            (lent == self._lent >= len(self._arriving), "slots lent to tiers are counted"),
             (coming.issuperset(self._arriving), "rows come into their slots"),
-            (self._lent + len(self._pinned) <= self.max_rows, "promotions keep to their share"),
+            (self._num_lent() + len(self._pinned) <= self.max_rows, "promotions keep to their share"),
         ):
             if not holds:
                 raise IntegrityError(f"promotions: expected that {rule}")
-
-
-def _leading(keys: list[OffloadKey], holders: Mapping[OffloadKey, Tier]) -> list[OffloadKey]:
-    """Return the leading keys that some tier holds."""
-    for count, key in enumerate(keys):
-        if key not in holders:
-            return keys[:count]
-    return keys

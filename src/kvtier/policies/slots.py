@@ -8,7 +8,7 @@ batch of one key costs some 100 ns a call. Scheduler thread only.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from itertools import islice, takewhile
 
 import numpy as np
@@ -259,52 +259,6 @@ class PythonRecency:
     def slots(self) -> Slots:
         """Return all slots, the least recent first."""
         return slot_array(list(self._order))
-
-
-class ClearedChunks:
-    """Chunks that resets have made absent at once, and whose removals are announced in slices.
-
-    A removal is announced before its key, or a key in its slot, is announced as stored again
-    (`take_before`). The books of cleared chunks are emptied slice by slice, too: to free a million keys
-    takes as long as to announce them.
-    """
-
-    def __init__(self) -> None:
-        # The oldest book first, each with the slots that are left to announce, and a flag for each of these.
-        self._books: deque[tuple[SlotBook, Slots, Mask]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._books)
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return any(book.get(key) is not None for book, _, _ in self._books)
-
-    def add(self, book: SlotBook, announced: Slots) -> None:
-        """Take over a book that nobody else uses any more, and the slots whose chunks were announced."""
-        if len(announced):
-            is_announced = np.zeros(announced.max() + 1, dtype=np.bool_)
-            is_announced[announced] = True
-            self._books.append((book, announced, is_announced))
-
-    def take(self, count: int) -> list[OffloadKey]:
-        """Remove and return up to `count` chunks."""
-        keys: list[OffloadKey] = []
-        while self._books and len(keys) < count:
-            book, slots, flags = self._books.popleft()
-            part, rest = slots[: count - len(keys)], slots[count - len(keys) :]
-            keys += book.remove(part)
-            if len(rest):
-                self._books.appendleft((book, rest, flags))
-        return keys
-
-    def take_before(self, keys: list[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        """Remove and return the chunks of these keys, and those that were in these slots."""
-        taken: list[OffloadKey] = []
-        for book, _, is_announced in self._books:
-            named = np.concatenate((book.held(keys), slots))
-            named = named[(named >= 0) & (named < len(is_announced))]
-            taken += book.remove(named[is_announced[named]])
-        return list(dict.fromkeys(taken))
 
 
 def slot_array(slots: list[int]) -> Slots:

@@ -75,7 +75,6 @@ class SharedTierSuite(MovingSuite):
         first.store(1, 2, 3)
         assert first.tier.lookup_many(keys(1, 2, 3)) == [True] * 3, "it knows what it has written"
         assert second.tier.lookup_many(keys(1, 2, 3, 4)) == [None] * 4
-        assert second.tier.lookup_prefix(keys(1, 2)) is None
         assert self.ask(second, 1, 2, 3, 4) == [True, True, True, False]
         assert second.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
         assert second.tier.explain(key(1)) is None

@@ -318,7 +318,7 @@ class MovingSuite:
         driver.clock.now += 2
         driver.poll()
         assert driver.tier.stats().suspended is not None
-        assert driver.tier.lookup_prefix(keys(2, 3)) == 0, "nobody is promised anything"
+        assert driver.tier.lookup_many(keys(2, 3)) == [False] * 2, "nobody is promised anything"
         assert driver.tier.explain(key(2)) is MissReason.SUSPENDED
         assert driver.fetch(2) == {2: MissReason.SUSPENDED}
         assert driver.demote(5)[1] == []
@@ -460,10 +460,10 @@ class TierSuite(MovingSuite):
 
     def test_rows_come_back(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
-        assert driver.tier.lookup_prefix(keys(1, 2)) == 0
+        assert driver.tier.lookup_many(keys(1, 2)) == [False] * 2
         assert driver.tier.explain(key(1)) is MissReason.NEVER_STORED
         driver.store(1, 2, 3)
-        assert driver.tier.lookup_prefix(keys(1, 2, 3, 4)) == 3
+        assert driver.tier.lookup_many(keys(1, 2, 3, 4)) == [True, True, True, False]
         assert driver.tier.lookup_many(keys(4, 3, 2)) == [False, True, True]
         assert driver.tier.explain(key(1)) is None
         assert driver.fetch(3, 1) == {3: content(3), 1: content(1)}
@@ -501,7 +501,7 @@ class TierSuite(MovingSuite):
         driver = self.drive(drivers, 3)
         driver.store(1, 2, 3)
         assert driver.demote(1, 2, 3, 4)[1] == []
-        assert driver.tier.lookup_prefix(keys(1, 2, 3)) == 3
+        assert driver.tier.lookup_many(keys(1, 2, 3)) == [True] * 3
 
     def test_a_row_that_is_read_stays(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 2)

@@ -245,13 +245,6 @@ class Tier(ABC):
         """Return whether one key can be promoted now."""
         return self.lookup_many((key,))[0]
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int | None:
-        """Count the leading keys that can be promoted; `None` if the run ends at an unknown key."""
-        for hits, found in enumerate(self.lookup_many(keys)):
-            if not found:
-                return None if found is None else hits
-        return len(keys)
-
     @abstractmethod
     def explain(self, key: OffloadKey) -> MissReason | None:
         """Return why a key cannot be promoted, as far as the tier remembers; `None` if it can."""

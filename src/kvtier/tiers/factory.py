@@ -89,6 +89,7 @@ def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) ->
         threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
         seal_key=_read_seal_key(tier, path),
         place=tier.place,
+        sparse_groups=frozenset(index for index, group in enumerate(config.groups) if group.is_state),
     )
     made.required = tier.required
     return made

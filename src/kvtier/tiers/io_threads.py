@@ -94,10 +94,8 @@ class IOThreads:
         self._calls: deque[IOCall] = deque()
         self._queues: tuple[deque[RowJob], ...] = (deque(), deque())  # by direction, the oldest first
         self._queued_bytes = [0, 0]
-        self._running_bytes = [0, 0]
-        self._running: dict[RowBatch, float] = {}  # with the start time
+        self._running: dict[IOCall | RowBatch, float] = {}  # one for each busy thread, with the start time
         self._on_hold: set[Direction] = set()
-        self._busy: dict[int, float] = {}  # threads that move rows or run calls, with the start time
         self._stuck: set[RowBatch] = set()
         self._last: IOCall | None = None
         self._closed = False
@@ -219,7 +217,8 @@ class IOThreads:
 
     def open_bytes(self, direction: Direction) -> int:
         """Return the bytes that are queued or in a running call."""
-        return self._queued_bytes[direction] + self._running_bytes[direction]
+        running = [self._nbytes(batch) for batch in self._batches() if batch.job.direction is direction]
+        return self._queued_bytes[direction] + sum(running)
 
     def open_jobs(self, direction: Direction) -> int:
         """Count the jobs that are not over. Jobs that were given up do not count."""
@@ -239,17 +238,13 @@ class IOThreads:
             return 0
         with self._lock:
             began = self._clock() - seconds
-            stuck = {
-                batch
-                for batch, since in self._running.items()
-                if batch.job.given_up is not None and since <= began
-            }
-            new = stuck - self._stuck
+            given_up = {batch for batch in self._batches() if batch.job.given_up is not None}
+            new = {batch for batch in given_up - self._stuck if self._running[batch] <= began}
             self._stuck |= new
             self._stuck_reads += [batch for batch in new if batch.job.direction is Direction.PROMOTE]
             if new:
                 self._lock.notify()  # stuck bytes do not count against the limit, so other rows may start
-            all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
+            all_busy = len(self._running) == self._num_threads and max(self._running.values()) <= began
         starved, self._starved = self._starved, False
         return len(new) or int(starved and all_busy)
 
@@ -388,13 +383,11 @@ class IOThreads:
     # -- inside, on the threads --------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended: RowBatch | None = None
-        while (task := self._claim(ended)) is not None:
+        task: IOCall | RowBatch | None = None
+        while (task := self._claim(task)) is not None:
             if isinstance(task, IOCall):
-                ended = None
                 task.run()
             else:
-                ended = task
                 start = time.perf_counter()
                 self._move(task)
                 task.seconds = time.perf_counter() - start
@@ -407,35 +400,34 @@ class IOThreads:
         if is_last:
             self._on_end()
 
-    def _claim(self, ended: RowBatch | None) -> IOCall | RowBatch | None:
+    def _claim(self, ended: IOCall | RowBatch | None) -> IOCall | RowBatch | None:
         """Give back the room of an ended batch, and wait for work; `None` if none will come."""
         with self._lock:
-            self._busy.pop(threading.get_ident(), None)
             if ended is not None:
+                self._running.pop(ended, None)  # the last call is not there
+            if isinstance(ended, RowBatch):
                 self._stuck.discard(ended)
-                self._running_bytes[ended.job.direction] -= self._nbytes(ended)
-                del self._running[ended]
             while True:
                 task: IOCall | RowBatch | None = self._calls.popleft() if self._calls else None
                 for direction in _IN_ORDER:
                     task = task or self._next_batch(direction)
                 if task is None and self._closed and not any(self._queued_bytes):
                     self._lock.notify_all()
-                    if self._running:
+                    if self._batches():
                         return None  # a busy thread will do the remaining work
                     task, self._last = self._last, None
                     return task
                 if task is not None:
                     if any(self._queued_bytes):
                         self._lock.notify()  # there is more, and perhaps room for it
-                    self._busy[threading.get_ident()] = self._clock()
+                    self._running[task] = self._clock()
                     return task
                 self._lock.wait()
 
     def _next_batch(self, direction: Direction) -> RowBatch | None:
         """Take the next rows of the first job that has any, if there is room for them. Needs the lock."""
         queue, size = self._queues[direction], max(1, self._row_bytes)
-        running = sum(self._running_bytes) - sum(map(self._nbytes, self._stuck))
+        running = sum(self._nbytes(batch) for batch in self._batches() if batch not in self._stuck)
         while queue:
             job = queue[0]
             if not job.queued or job.deadline <= self._clock():  # `poll` will report them as late
@@ -456,10 +448,12 @@ class IOThreads:
             job.running.add(batch)  # first: a job with rows neither queued nor running counts as over
             del job.queued[:most]
             self._queued_bytes[direction] -= self._nbytes(batch)
-            self._running_bytes[direction] += self._nbytes(batch)
-            self._running[batch] = self._clock()
             return batch
         return None
+
+    def _batches(self) -> list[RowBatch]:
+        """Return the batches that threads are moving. Any thread; a copy of a dict's keys needs no lock."""
+        return [task for task in list(self._running) if isinstance(task, RowBatch)]
 
     def _nbytes(self, batch: RowBatch) -> int:
         """Return the bytes that the rows of a batch count as."""
@@ -467,7 +461,7 @@ class IOThreads:
 
     def _writing_threads(self) -> int:
         """Count the threads busy with demotions. One thread stays free of them. Needs the lock."""
-        return sum(batch.job.direction is Direction.DEMOTE for batch in self._running)
+        return sum(batch.job.direction is Direction.DEMOTE for batch in self._batches())
 
     def _move(self, batch: RowBatch) -> None:
         """Move the rows of a batch, and write their outcomes into the job."""

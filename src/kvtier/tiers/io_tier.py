@@ -81,7 +81,7 @@ class IOTier(Tier):
         max_queued: int,
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
-        longest_backoff: float = 60.0,
+        longest_backoff: float = _LONGEST_PROBE,
         seal_key: SealKey | None = None,
     ) -> None:
         """`longest_backoff`: the most seconds between two probes of a suspended tier.
@@ -115,7 +115,8 @@ class IOTier(Tier):
         self._opening, self._opening_since = IOCall(), float("-inf")
         self._ending = threading.Event()  # the tier is being closed
         # Written by the opening thread, too.
-        self._problem: str | None = None
+        self.problem: str | None = None
+        """Why the tier cannot be opened, in one line; `None` if no reason is known."""
         self._lacks_namespace = False
         self._waits_for: str | None = None
         self._backoff, self._retry_at = _FIRST_BACKOFF, float("-inf")
@@ -151,11 +152,6 @@ class IOTier(Tier):
 
     # -- opening -----------------------------------------------------------------------------------
 
-    @property
-    def problem(self) -> str | None:
-        """Why the tier cannot be opened, in one line; `None` if no reason is known."""
-        return self._problem
-
     def is_open(self) -> bool:
         return self._io.backend is not None
 
@@ -170,7 +166,7 @@ class IOTier(Tier):
         """Return whether the tier will probably be open soon, so that a request may wait for it."""
         return (
             not self.is_open()
-            and self._problem is None
+            and self.problem is None
             and self._waits_for is None
             and not self._closed
             and self._clock() < self._opening_since + _AWAITED_SECONDS
@@ -183,7 +179,7 @@ class IOTier(Tier):
         """
         until = time.monotonic() + timeout
         while not self.is_open():
-            problem = self._problem
+            problem = self.problem
             self._results = self.poll()  # kept for the next caller of `poll`
             if self.is_open() or self.lacks_namespace():
                 return True
@@ -193,7 +189,7 @@ class IOTier(Tier):
             self._io.wait_any(min(left, _LOOK_EVERY))
         if not self.is_open() and self.required:
             why = (
-                self._problem or self._waits_for or f"{self.where}: expected it to open within {timeout:g} s"
+                self.problem or self._waits_for or f"{self.where}: expected it to open within {timeout:g} s"
             )
             raise OutsideError(f"{why} ({self.name}.required is true)")
         return self.is_open()
@@ -276,9 +272,9 @@ class IOTier(Tier):
     def _record_problem(self, error: BaseException | None) -> None:
         """Record why the tier is not open, log it once, and set the time of the next attempt."""
         line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"
-        if line != self._problem:
+        if line != self.problem:
             logger.warning("%s; running without it", line)
-        self._problem = line
+        self.problem = line
         self._retry_at = self._clock() + self._backoff
         self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
 
@@ -287,9 +283,9 @@ class IOTier(Tier):
         logger.info("%s tier: %s: open with %s", self.name, where, content)
 
     def _clear_problem(self) -> None:
-        if self._problem is not None:
+        if self.problem is not None:
             logger.warning("%s: can be used now", self.where)
-        self._problem, self._backoff, self._retry_at = None, _FIRST_BACKOFF, float("-inf")
+        self.problem, self._backoff, self._retry_at = None, _FIRST_BACKOFF, float("-inf")
 
     # -- moving ------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvtier.errors import ConfigError, InputError
@@ -193,4 +194,12 @@ def copy_into(pieces: Sequence[memoryview], payload: memoryview) -> None:
     source, at = np.frombuffer(payload, np.uint8), 0
     for piece in pieces:
         np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
+        at += piece.nbytes
+
+
+def copy_out(pieces: Sequence[memoryview], buffer: npt.NDArray[np.uint8]) -> None:
+    """Copy the pieces of a row to the start of a buffer, with the GIL released."""
+    at = 0
+    for piece in pieces:
+        np.copyto(buffer[at : at + piece.nbytes], np.frombuffer(piece, np.uint8))
         at += piece.nbytes

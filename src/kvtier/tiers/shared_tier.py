@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -64,11 +64,12 @@ class SharedTier(IOTier):
         check_seals: bool = True,
         seal_key: SealKey | None = None,
         place: str = "a server",
+        sparse_groups: frozenset[int] = frozenset(),
     ) -> None:
         """Begin to open the backend: an I/O thread calls `open_backend`, which may block and may fail.
 
         With a `seal_key` only rows sealed with that key are accepted; their names depend on it, too. `place`
-        names the server in the log.
+        names the server in the log. `sparse_groups` are those of which single chunks of a prefix are stored.
         """
         super().__init__(
             name,
@@ -82,7 +83,7 @@ class SharedTier(IOTier):
             seal_key=seal_key,
         )
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
-        self._num_threads = threads
+        self._num_threads, self._sparse_groups = threads, sparse_groups
         self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
         self._server, self._is_logged = place, False
@@ -201,7 +202,8 @@ class SharedTier(IOTier):
         rows = [BackendRow(key, (), scope=lookup.scope) for key in lookup.keys]
         calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.run_soon)
         try:
-            return search_prefix(calls.contains, rows, calls.width, lambda: not lookup.is_late)
+            is_wanted, sparse = (lambda: not lookup.is_late), self._sparse_groups
+            return search_prefix(calls.contains, rows, calls.width, is_wanted, sparse)
         finally:
             lookup.seconds = self._clock() - began
 
@@ -438,7 +440,7 @@ class SharedTier(IOTier):
 
     def state(self) -> str:
         if not self.is_open() and not self._closed:
-            return self._problem or ("waiting for the namespace" if self.lacks_namespace() else "opening")
+            return self.problem or ("waiting for the namespace" if self.lacks_namespace() else "opening")
         return super().state()
 
     def check(self) -> None:
@@ -484,7 +486,11 @@ class FoundPrefix(NamedTuple):
 
 
 def search_prefix(
-    contains: Contains, rows: Sequence[BackendRow], width: int, is_wanted: Callable[[], bool] = lambda: True
+    contains: Contains,
+    rows: Sequence[BackendRow],
+    width: int,
+    is_wanted: Callable[[], bool] = lambda: True,
+    sparse_groups: Set[int] = frozenset(),
 ) -> FoundPrefix:
     """Find out in few round trips which rows of a prefix are there, with calls of `width` rows at most.
 
@@ -493,8 +499,9 @@ def search_prefix(
     since most prompts are new, and then searches for the end of the run: each round asks about chunks at
     even distances and leaves one interval between two of them. It does not notice a gap before that end
     (other engines' rows may have evicted a chunk): the read of that chunk fails then. Rows of several groups
-    are searched group by group if one call cannot take all. Once the answer is no longer wanted, no further
-    call is made, and chunks not known by then count as absent. Any thread; it blocks.
+    are searched group by group if one call cannot take all. Of `sparse_groups` single chunks are stored, so
+    all are asked about, from the tail: one near the tail is worth most. Once the answer is no longer wanted,
+    no further call is made, and chunks not known by then count as absent. Any thread; it blocks.
     """
     if not rows:
         return FoundPrefix([], 0)
@@ -504,11 +511,24 @@ def search_prefix(
     for at, row in enumerate(rows):
         by_group.setdefault(get_offload_group_idx(row.key), []).append(at)
     there, round_trips = [False] * len(rows), 0
-    for positions in by_group.values():
-        found = _search_run(contains, [rows[at] for at in positions], width, is_wanted)
+    for group, positions in by_group.items():
+        search = _search_all if group in sparse_groups else _search_run
+        found = search(contains, [rows[at] for at in positions], width, is_wanted)
         round_trips += found.round_trips
         for at, is_there in zip(positions, found.there, strict=True):
             there[at] = is_there
+    return FoundPrefix(there, round_trips)
+
+
+def _search_all(
+    contains: Contains, rows: Sequence[BackendRow], width: int, is_wanted: Callable[[], bool]
+) -> FoundPrefix:
+    """Ask about every row, from the tail."""
+    there, stop, round_trips = [False] * len(rows), len(rows), 0
+    while stop > 0 and is_wanted():
+        start = max(0, stop - width)
+        there[start:stop] = contains(rows[start:stop])
+        stop, round_trips = start, round_trips + 1
     return FoundPrefix(there, round_trips)
 
 

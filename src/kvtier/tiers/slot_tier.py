@@ -20,17 +20,15 @@ import numpy as np
 
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
-from kvtier.policies.slots import ABSENT, ClearedChunks, slot_array
+from kvtier.policies.slots import ABSENT, slot_array
 from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
-from kvtier.slot_table import NO_SLOTS, SlotTable
+from kvtier.slot_table import NO_SLOTS, ChangeLog, SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowJob, TierResult
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.seal import SealScope
 
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
-_SLICE = 2048
-"""Chunks of a reset that are announced per step."""
 _DISCARD_WAIT = 0.5
 """How long a discard may wait for deletions, and for writes that have begun."""
 _HOURS = 24
@@ -124,8 +122,7 @@ class SlotTier(IOTier):
         self._bad_rows: Counter[int] = Counter()  # by slot, for as long as the tier lives
         self._undeleted: set[int] = set()  # slots of dropped rows that a later process might find
         self._delete_again: list[Callable[[], None]] = []
-        self._events: list[OffloadingEvent] = []
-        self._cleared, self._cleared_because = ClearedChunks(), MissReason.CLEARED
+        self._changes = ChangeLog(self.medium, self._misses.record)
 
     def open_table(self, table: SlotTable, backend: Backend, scope: SealScope) -> None:
         """Open the tier with these slots, this backend and this scope."""
@@ -140,13 +137,6 @@ class SlotTier(IOTier):
             return [None if self.is_awaited() else False] * len(keys)
         return [*table.ready(_as_list(keys))]
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int | None:
-        self._take_opened()
-        table = self._readable()
-        if table is None:
-            return None if keys and self.is_awaited() else 0
-        return table.leading(_as_list(keys))
-
     def explain(self, key: OffloadKey) -> MissReason | None:
         table = self._table
         if table is None:
@@ -155,9 +145,7 @@ class SlotTier(IOTier):
             return MissReason.WRITING
         if table.ready([key])[0]:
             return MissReason.SUSPENDED if self._is_suspended(Direction.PROMOTE) else None
-        if key in self._cleared:
-            return self._cleared_because
-        return self._misses.get(key) or MissReason.NEVER_STORED
+        return self._changes.explain(key) or self._misses.get(key) or MissReason.NEVER_STORED
 
     def _readable(self) -> SlotTable | None:
         return None if self._is_suspended(Direction.PROMOTE) or self._closed else self._table
@@ -362,15 +350,11 @@ class SlotTier(IOTier):
     def _announce_stored(
         self, keys: list[OffloadKey], descriptions: tuple[bytes, ...] | None = None
     ) -> None:
-        if keys:
-            if self._cleared:
-                self._announce_cleared(self._cleared.take_before(keys, self._expect_table().find(keys)))
-            self._events.append(OffloadingEvent(keys, self.medium, False, descriptions))
+        self._changes.add_stored(keys, self._expect_table().find, descriptions)
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce the removal of keys that were ready in these slots."""
-        if keys:
-            self._events.append(OffloadingEvent(keys, self.medium, True))
+        self._changes.add_removed(keys)
 
     # -- suspension --------------------------------------------------------------------------------
 
@@ -426,28 +410,18 @@ class SlotTier(IOTier):
         self._undeleted.clear()
         if self._table is not None:
             book, ready, unwritten = self._table.clear()
-            self._cleared.add(book, self._announced(ready))
-            self._cleared_because = reason
             self._misses.record(unwritten, reason)
-            self._announce_cleared(self._cleared.take(_SLICE))
+            self._changes.add_cleared(book, self._announced(ready), reason)
 
     def take_events(self) -> list[OffloadingEvent]:
-        if self._cleared:
-            self._announce_cleared(self._cleared.take(_SLICE))
-        events, self._events = self._events, []
-        return events
+        return self._changes.take()
 
     def _announced(self, slots: Slots) -> Slots:
         """Return those of the slots whose chunks were announced; their removal is about to be."""
         return slots
 
-    def _announce_cleared(self, keys: list[OffloadKey]) -> None:
-        if keys:
-            self._misses.record(keys, self._cleared_because)
-            self._events.append(OffloadingEvent(keys, self.medium, True))
-
     def has_pending_work(self) -> bool:
-        return super().has_pending_work() or bool(self._cleared)
+        return super().has_pending_work() or self._changes.has_slices()
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ from kvtier.tiers.disk.format import (
     read_header,
     read_records,
 )
-from kvtier.tiers.seal import SEAL_BYTES, SealScope
+from kvtier.tiers.seal import SEAL_BYTES, SealScope, copy_into, copy_out
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class DiskFiles(Backend):
                 )
         self._empty(first, count)
         self.on_write_step("row")
-        self._move(os.pwritev, run, into_memory=False)
+        self._move(run, into_memory=False)
         if self._described:
             self.on_write_step("description")
             packed = [pack_description(row.key, row.description, self._described) for row in run]
@@ -296,7 +296,7 @@ class DiskFiles(Backend):
         if self._lengths[run[0].place : run[0].place + len(run)].tolist() != lengths:
             return [None] if len(run) == 1 else [answer for row in run for answer in self._read([row])]
         try:
-            self._move(os.preadv, run, into_memory=True)
+            self._move(run, into_memory=True)
         except OSError as error:
             return [error] if len(run) == 1 else [answer for row in run for answer in self._read([row])]
         starts = [row.place * SEAL_BYTES for row in run]
@@ -341,10 +341,9 @@ class DiskFiles(Backend):
         with self._records_lock:
             _write_all(self._records, records, HEADER_BYTES + first * RECORD_BYTES)
 
-    def _move(
-        self, move: Callable[[int, list[memoryview], int], int], run: list[BackendRow], *, into_memory: bool
-    ) -> None:
+    def _move(self, run: list[BackendRow], *, into_memory: bool) -> None:
         """Read or write rows of adjacent slots, past the page cache where their memory allows."""
+        move: Callable[[int, list[memoryview], int], int] = os.preadv if into_memory else os.pwritev
         row, offset = run[0], run[0].place * self._stride
         length = sum([row.nbytes for row in run])
         moved = -1
@@ -355,28 +354,21 @@ class DiskFiles(Backend):
                 if not self.direct or error.errno != errno.EINVAL or len(run) > 1:
                     raise
         if moved == -1:  # direct I/O refuses this memory or length
-            moved = self._move_buffered(move, row, offset, into_memory=into_memory)
+            buffer = self._aligned_buffer()
+            if not into_memory:
+                copy_out(row.pieces, buffer)
+            moved = move(self._slots, [buffer[: -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT].data], offset)
+            if into_memory and moved >= length:
+                copy_into(row.pieces, buffer.data)
         if moved < length:
             raise OSError(errno.EIO, f"expected {length} bytes to be moved, got {moved}")
 
-    def _move_buffered(
-        self,
-        move: Callable[[int, list[memoryview], int], int],
-        row: BackendRow,
-        offset: int,
-        *,
-        into_memory: bool,
-    ) -> int:
-        buffer = getattr(self._buffers, "buffer", None)
+    def _aligned_buffer(self) -> npt.NDArray[np.uint8]:
+        """Return this thread's buffer for one row."""
+        buffer: npt.NDArray[np.uint8] | None = getattr(self._buffers, "buffer", None)
         if buffer is None:
             buffer = self._buffers.buffer = np.frombuffer(mmap.mmap(-1, self._stride), dtype=np.uint8)
-        if not into_memory:
-            _copy_pieces(row.pieces, buffer, into_memory=False)
-        length = -(-row.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        moved = move(self._slots, [buffer[:length].data], offset)
-        if into_memory and moved >= row.nbytes:
-            _copy_pieces(row.pieces, buffer, into_memory=True)
-        return moved
+        return buffer
 
     # -- beside rows -------------------------------------------------------------------------------
 
@@ -582,18 +574,6 @@ def _has_records(folder: Path) -> bool:
     with suppress(FileNotFoundError):
         return (folder / RECORDS).stat().st_size > 0
     return False
-
-
-def _copy_pieces(pieces: Sequence[memoryview], buffer: npt.NDArray[np.uint8], *, into_memory: bool) -> None:
-    """Copy between pieces and a buffer with numpy, which lets other threads run."""
-    at = 0
-    for piece in pieces:
-        memory, part = np.frombuffer(piece, dtype=np.uint8), buffer[at : at + piece.nbytes]
-        if into_memory:
-            np.copyto(memory, part)
-        else:
-            np.copyto(part, memory)
-        at += piece.nbytes
 
 
 def _write_all(descriptor: int, content: bytes | bytearray, offset: int) -> None:

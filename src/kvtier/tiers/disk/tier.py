@@ -126,7 +126,6 @@ class DiskTier(SlotTier):
         self._owning = threading.Lock()  # the folder is being locked; on I/O threads
         self._headers = threading.Lock()  # for headers of places; on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
-        self._prices_known = False
         # Restored rows that are not announced yet: their slots in order; a flag per slot; whether any is
         # left.
         self._to_announce = NO_SLOTS
@@ -286,8 +285,7 @@ class DiskTier(SlotTier):
         self._files = opened.files
         self.open_table(opened.table, opened.files, opened.scope)
         self._limit.restore(opened.files.header.written)
-        if not self._prices_known:
-            self._prices = dict(opened.files.header.prices)
+        self._prices = self._prices or dict(opened.files.header.prices)
         self._to_announce = opened.newest_first
         self._silent = np.zeros(opened.table.num_slots, dtype=np.bool_)
         self._silent[opened.newest_first] = True
@@ -417,18 +415,15 @@ class DiskTier(SlotTier):
         self._lost = None
         if self._files is not None:
             self._io.call(partial(self._release, self._files.close))
-        self._disown()
+        if self._lock is not None:
+            self._io.call(partial(self._release, self._lock.release))
+            self._lock = None
         self._files = self._table = self._io.backend = None
         self._delete_again.clear()
         for health in self._health.values():
             health.resume()
         self._record_problem(OutsideError(why))
         self._begin_opening(self._open_once, self._use)
-
-    def _disown(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            self._io.call(partial(self._release, lock.release))
 
     # -- resets and prices -------------------------------------------------------------------------
 
@@ -497,7 +492,7 @@ class DiskTier(SlotTier):
         return save
 
     def learn(self, prices: Mapping[str, float]) -> None:
-        self._prices, self._prices_known = dict(prices), True
+        self._prices = dict(prices)
 
     def learnt(self) -> dict[str, float]:
         return dict(self._prices)
@@ -506,7 +501,7 @@ class DiskTier(SlotTier):
 
     def state(self) -> str:
         if self._table is None and not self._closed:
-            if (why := self._problem or self._waits_for) is not None:
+            if (why := self.problem or self._waits_for) is not None:
                 return why
             return "waiting for the namespace" if self.lacks_namespace() else "opening"
         return super().state()
