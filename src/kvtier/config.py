@@ -167,16 +167,25 @@ class KVTierConfig:
 class GroupConfig:
     """One KV cache group of the engine.
 
-    `bytes_per_block` is the size of one block on one rank: all its layers, without padding.
+    `bytes_per_block` is the size of one block on one rank: all its layers, without padding. A group is of
+    full attention, or has one of three other kinds: a `sliding_window`; chunked-local attention, in which a
+    token sees those before it in its own `attention_chunk_size` tokens; or a recurrent state (`is_state`).
+    The block of a state group at position p is the state after exactly `(p + 1) * block_size` tokens.
     """
 
     block_size: int = setting(at_least(1))
     bytes_per_block: int = setting(at_least(1, LARGEST))
     layer_names: tuple[str, ...] = setting(_read_layer_names)
     sliding_window: int | None = setting(optional(at_least(1, LARGEST)), None)
+    attention_chunk_size: int | None = setting(optional(at_least(1, LARGEST)), None)
+    is_state: bool = setting(read_flag, False)
 
     def __post_init__(self) -> None:
         read_fields(self, "group.")
+        kinds = (self.sliding_window is not None, self.attention_chunk_size is not None, self.is_state)
+        if sum(kinds) > 1:
+            names = "sliding_window, attention_chunk_size and is_state"
+            raise ConfigError("group", f"expected at most one of {names}, got {show_value(kinds)}")
 
 
 class Recompute(Enum):
@@ -243,6 +252,8 @@ class OffloadingConfig:
     """The format of the values in the caches, as torch names it; it may be empty without audits."""
     audit_tolerance: float = setting(read_number, 0.0)
     """The largest distance of rows of the same KV (`transfer.compare.tolerance`); 0 means no audits."""
+    writes_before_fence: bool = setting(read_flag, False)
+    """Whether the engine may write to blocks that it hands out before it calls `handle_preemptions`."""
     may_load: bool = setting(read_flag, True)
     """Whether the engine loads anything, from the pool or from a tier below it."""
     may_store: bool = setting(read_flag, True)
@@ -331,9 +342,10 @@ class OffloadingConfig:
         """Whether rows are audited.
 
         With a lookahead, the KV of a chunk's last token depends on the token after the chunk, which may be
-        another in each request.
+        another in each request. States are not compared, only the KV of attention layers.
         """
-        return self.settings.audit > 0 and self.audit_tolerance > 0 and not self.lookahead
+        has_attention = any(not group.is_state for group in self.groups)
+        return self.settings.audit > 0 and self.audit_tolerance > 0 and not self.lookahead and has_attention
 
     @property
     def storing_ranks(self) -> range:

@@ -53,6 +53,8 @@ class MissReason(Enum):
     NO_ROOM = "no room in the pool to promote it"
     LIMITED = "beyond what the request may load"
     AUDITED = "computed for an audit"
+    NO_STATE = "no state at this boundary"
+    """The attention layers have their chunks, but a recurrent layer's state was never stored there."""
     STALE_PREFIX = "follows KV of before a reset"
 
 

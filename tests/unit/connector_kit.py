@@ -31,6 +31,22 @@ from kvtier.offload import (
 BLOCK = 4
 
 
+@dataclass(frozen=True)
+class ChunkedLocal:
+    """Chunked-local attention, in place of a window."""
+
+    size: int
+
+
+class State:
+    """A recurrent state, in place of a window."""
+
+
+STATE = State()
+GroupKind = int | None | ChunkedLocal | State
+"""The kind of a group: a window, `None` for full attention, or one of those above."""
+
+
 @dataclass
 class Request:
     """A request as an engine shows it."""
@@ -82,7 +98,7 @@ class Clock:
 
 
 def make_config(
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[GroupKind] = (None,),
     world_size: int = 1,
     capacity: int = 1 << 20,
     recompute: Recompute = Recompute.MISSING,
@@ -97,8 +113,15 @@ def make_config(
     """
     sizes = block_sizes or [BLOCK] * len(windows)
     groups = tuple(
-        GroupConfig(block_size=size, bytes_per_block=64, layer_names=(f"layers.{i}",), sliding_window=window)
-        for i, (size, window) in enumerate(zip(sizes, windows, strict=True))
+        GroupConfig(
+            block_size=size,
+            bytes_per_block=64,
+            layer_names=(f"layers.{i}",),
+            sliding_window=kind if isinstance(kind, int) else None,
+            attention_chunk_size=kind.size if isinstance(kind, ChunkedLocal) else None,
+            is_state=isinstance(kind, State),
+        )
+        for i, (size, kind) in enumerate(zip(sizes, windows, strict=True))
     )
     return OffloadingConfig(
         settings=KVTierConfig(cpu=CPUConfig(capacity=capacity), **settings),
@@ -215,7 +238,7 @@ class Host:
 
 def make_host(
     num_slots: int = 64,
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[GroupKind] = (None,),
     world_size: int = 1,
     clock: Clock | None = None,
     manager: OffloadingManager | None = None,

@@ -7,7 +7,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from tests.unit.connector_kit import BLOCK, Clock, Host, ManagerOnlySpec, Request, make_config
+from tests.unit.connector_kit import (
+    BLOCK,
+    Clock,
+    GroupKind,
+    Host,
+    ManagerOnlySpec,
+    Request,
+    make_config,
+)
 
 from kvtier.connector import KVConnectorOutput, OffloadingConnectorMetadata, OffloadingConnectorScheduler
 from kvtier.connector.audit import Audits
@@ -22,7 +30,7 @@ PROMPT = list(range(100, 126))  # 26 tokens: six blocks and a tail
 
 def make_host(
     num_slots: int = 64,
-    windows: tuple[int | None, ...] = (None,),
+    windows: tuple[GroupKind, ...] = (None,),
     world_size: int = 1,
     clock: Clock | None = None,
     audit: float = 1,

@@ -15,10 +15,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.unit.connector_kit import BLOCK, Host, Request, make_host
+from tests.unit.connector_kit import (
+    BLOCK,
+    STATE,
+    ChunkedLocal,
+    GroupKind,
+    Host,
+    Request,
+    State,
+    make_host,
+)
 from tests.unit.test_connector_promotion import TieredHost
 
 from kvtier.connector import (
+    BoundaryState,
     NewRequest,
     OffloadingConnectorMetadata,
     OffloadingConnectorScheduler,
@@ -40,14 +50,35 @@ class Shape(NamedTuple):
     """The groups of a model, and where its loads may end."""
 
     sizes: tuple[int, ...]
-    windows: tuple[int | None, ...]
+    windows: tuple[GroupKind, ...]
     ends: int
     """With chunks of one block, loads end at multiples of this."""
 
     def __str__(self) -> str:
-        return "-".join(
-            f"{size}w{window or ''}" for size, window in zip(self.sizes, self.windows, strict=True)
-        )
+        return "-".join(f"{size}{_show(kind)}" for size, kind in zip(self.sizes, self.windows, strict=True))
+
+    @property
+    def states(self) -> list[int]:
+        """The groups of recurrent states."""
+        return [group for group, kind in enumerate(self.windows) if isinstance(kind, State)]
+
+    @property
+    def attention(self) -> list[int]:
+        """The other groups."""
+        return [group for group in range(len(self.sizes)) if group not in self.states]
+
+
+def _show(kind: GroupKind) -> str:
+    if isinstance(kind, State):
+        return "s"
+    return f"c{kind.size}" if isinstance(kind, ChunkedLocal) else f"w{kind or ''}"
+
+
+def _first_seen(kind: GroupKind, position: int) -> int:
+    """Return the first token that a token at this position looks at."""
+    if isinstance(kind, ChunkedLocal):
+        return position // kind.size * kind.size
+    return max(0, position - kind + 1) if isinstance(kind, int) else 0
 
 
 SHAPES = [
@@ -67,6 +98,17 @@ SHAPES = [
     Shape((48, 16, 36), (None, 5, 40), 12),
     Shape((12, 16), (20, 10), 4),
     Shape((32, 16), (20, 40), 32),
+    Shape((16, 16), (None, ChunkedLocal(32)), 16),
+    Shape((16, 12), (None, ChunkedLocal(20)), 4),
+    Shape((8, 8, 8), (None, ChunkedLocal(24), 10), 8),
+    Shape((16,), (ChunkedLocal(48),), 16),
+    Shape((16, 16), (None, STATE), 16),
+    Shape((16, 32), (None, STATE), 32),
+    Shape((32, 16), (STATE, None), 32),
+    Shape((24, 8, 16), (None, STATE, STATE), 48),
+    Shape((8, 8, 24), (None, 9, STATE), 24),
+    Shape((8, 8, 16), (12, ChunkedLocal(16), STATE), 16),
+    Shape((16, 8), (STATE, STATE), 16),
 ]
 
 
@@ -89,13 +131,23 @@ class Running:
     names: Ints
     borrowed: set[int] = field(default_factory=set)
     """Blocks of a parent, which it does not give back."""
+    saved: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By group and boundary, the blocks of states that it keeps."""
 
 
 class SmallEngine:
-    """Gives blocks as vLLM does, and looks at all that each token attends to."""
+    """Gives blocks as vLLM does, and looks at all that each token attends to.
 
-    def __init__(self, shape: Shape, per_chunk: int, num_slots: int = 4096, seed: int = 0) -> None:
+    A block of a state group holds the name of the prefix that its state stands for. Steps end at boundaries
+    of states where they can, and a share of the states reached there is offered.
+    """
+
+    def __init__(
+        self, shape: Shape, per_chunk: int, num_slots: int = 4096, seed: int = 0, offered: float = 1.0
+    ) -> None:
         self.shape, self.per_chunk, self.rng = shape, per_chunk, random.Random(seed)
+        self._boundary = lcm(*(shape.sizes[group] for group in shape.states))
+        self._offered = offered
         self.host: Host = make_host(
             num_slots, shape.windows, block_sizes=shape.sizes, blocks_per_chunk=per_chunk
         )
@@ -153,8 +205,14 @@ class SmallEngine:
         """
         position = min(end, request.num_tokens - 1)
         rows, borrowed = [], set()
-        for group, (size, window) in enumerate(zip(self.shape.sizes, self.shape.windows, strict=True)):
-            skipped = 0 if window is None else max(0, position - window + 1) // size
+        for group, (size, kind) in enumerate(zip(self.shape.sizes, self.shape.windows, strict=True)):
+            if isinstance(kind, State):
+                hit = parent.saved[group, local] if parent is not None and local and end == local else None
+                borrowed.update([] if hit is None else [hit])
+                last = self._take(1) if end > local else [hit] if hit is not None else []
+                rows.append([NULL_BLOCK] * (end // size - 1) + last)
+                continue
+            skipped = _first_seen(kind, position) // size
             shared = parent.rows[group][skipped : local // size] if parent is not None else []
             row = [NULL_BLOCK] * skipped + shared
             borrowed.update(shared)
@@ -168,39 +226,89 @@ class SmallEngine:
 
     def free(self, running: Running) -> None:
         """Give all blocks back."""
+        given = {NULL_BLOCK, *running.borrowed}
+        self._free += sorted(
+            {*(block for row in running.rows for block in row), *running.saved.values()} - given
+        )
         for row in running.rows:
-            self._free += [block for block in row if block != NULL_BLOCK and block not in running.borrowed]
             row.clear()
+        running.saved.clear()
 
     def _compute(self, running: Running, step: int) -> None:
         """Compute the rest of a request in steps, telling the connector as vLLM does."""
         request, fresh = running.request, True
         while running.computed < request.num_tokens:
-            start, stop = running.computed, min(running.computed + step, request.num_tokens)
+            start, stop = running.computed, self._end_of_step(running, step)
             self._leave_behind(running, start)
             new = tuple(
-                self._take(max(0, -(-stop // size) - len(row)))
-                for size, row in zip(self.shape.sizes, running.rows, strict=True)
+                self._advance_state(running, group, start, stop)
+                if group in self.shape.states
+                else self._take(max(0, -(-stop // size) - len(running.rows[group])))
+                for group, size in enumerate(self.shape.sizes)
             )
             for row, block_ids in zip(running.rows, new, strict=True):
                 row += block_ids
-            for group in range(len(self.shape.sizes)):
+            offers = {request.request_id: self._reach_states(running, stop)}
+            for group in self.shape.attention:
                 self._cache[self._places(running, group, start, stop)] = running.names[start:stop]
             self._attend(running, start, stop)
             if fresh:
                 view = NewRequest(request.request_id, self._ids(running), start)
                 meta = self.host.scheduler.build_connector_meta(
-                    StepView(new=[view], num_scheduled_tokens={request.request_id: stop - start})
+                    StepView(
+                        new=[view],
+                        num_scheduled_tokens={request.request_id: stop - start},
+                        boundary_states=offers,
+                    )
                 )
             else:
-                meta = self.host.run_more(request, start, stop - start, new if any(new) else None)
+                blocks = new if any(new) else None
+                meta = self.host.run_more(request, start, stop - start, blocks, boundary_states=offers)
             fresh, running.computed = False, stop
             self._move_all(meta)
 
+    def _end_of_step(self, running: Running, step: int) -> int:
+        """Return where a step ends: at a boundary of all states if it can, and at the last of these."""
+        start, length = running.computed, running.request.num_tokens
+        stop = min(start + step, length)
+        if not self.shape.states:
+            return stop
+        last = (length - 1) // self._boundary * self._boundary
+        stop = min(stop, last) if start < last else stop
+        aligned = stop // self._boundary * self._boundary
+        return aligned if start < aligned else stop
+
+    def _advance_state(self, running: Running, group: int, start: int, stop: int) -> list[int]:
+        """Return new blocks for the state after `stop` tokens, if it is not in the block of that before.
+
+        The state before must be that of the tokens so far. Its block is given back unless it is kept.
+        """
+        row, count = running.rows[group], -(-stop // self.shape.sizes[group])
+        if start:
+            assert self._cache[row[-1], 0] == running.names[start - 1]
+        if count == len(row):
+            return []
+        if row and row[-1] not in {*running.borrowed, *running.saved.values()}:
+            self._free.append(row[-1])
+        if row:
+            row[-1] = NULL_BLOCK
+        return [NULL_BLOCK] * (count - len(row) - 1) + self._take(1)
+
+    def _reach_states(self, running: Running, stop: int) -> list[BoundaryState]:
+        """Write the states after `stop` tokens, and return those that are offered."""
+        offers = []
+        for group in self.shape.states:
+            block = running.rows[group][-1]
+            self._cache[block, 0] = running.names[stop - 1]
+            if stop % self.shape.sizes[group] == 0 and self.rng.random() < self._offered:
+                running.saved[group, stop] = block
+                offers.append(BoundaryState(group, block, stop))
+        return offers
+
     def _leave_behind(self, running: Running, start: int) -> None:
         """Free what windows have left; the connector is not told of it."""
-        for size, window, row in zip(self.shape.sizes, self.shape.windows, running.rows, strict=True):
-            for position in range(0 if window is None else max(0, start - window + 1) // size):
+        for size, kind, row in zip(self.shape.sizes, self.shape.windows, running.rows, strict=True):
+            for position in range(_first_seen(kind, start) // size):
                 block, row[position] = row[position], NULL_BLOCK
                 if block != NULL_BLOCK and block not in running.borrowed:
                     self._free.append(block)
@@ -212,8 +320,8 @@ class SmallEngine:
 
     def _attend(self, running: Running, start: int, stop: int) -> None:
         """Look at all tokens before `stop` that one from `start` on sees."""
-        for group, window in enumerate(self.shape.windows):
-            first = 0 if window is None else max(0, start - window + 1)
+        for group in self.shape.attention:
+            first = _first_seen(self.shape.windows[group], start)
             places = self._places(running, group, first, stop)
             assert NULL_BLOCK not in places[0]
             assert self._cache[places].tolist() == running.names[first:stop].tolist()
@@ -239,11 +347,14 @@ class SmallEngine:
 
     def can_serve(self, parent: Running, local: int) -> bool:
         """Return whether a request's blocks have all that the token at `local` looks at."""
+        sizes, kinds = self.shape.sizes, self.shape.windows
         return all(
             NULL_BLOCK
-            not in row[(0 if window is None else max(0, local - window + 1)) // size : local // size]
-            for size, window, row in zip(self.shape.sizes, self.shape.windows, parent.rows, strict=True)
-        )
+            not in parent.rows[group][
+                _first_seen(kinds[group], local) // sizes[group] : local // sizes[group]
+            ]
+            for group in self.shape.attention
+        ) and all(local == 0 or (group, local) in parent.saved for group in self.shape.states)
 
     # -- the naive model ---------------------------------------------------------------------------
 
@@ -251,21 +362,29 @@ class SmallEngine:
         """Try all ends, and of each look at every token that is needed: is the chunk that holds it there?"""
         step = self.shape.ends * self.per_chunk
         ready = [self.ready(request, group) for group in range(len(self.shape.sizes))]
-        ends = range(request.num_tokens // step * step, local, -step)
+        longest = request.num_tokens - bool(self.shape.states)
+        ends = range(longest // step * step, local, -step)
         return next(
             (end for end in ends if all(self._serves(ready, local, end, g) for g in range(len(ready)))),
             local,
         )
 
     def _serves(self, ready: list[list[bool]], local: int, end: int, group: int) -> bool:
-        size, window = self.shape.sizes[group] * self.per_chunk, self.shape.windows[group]
-        needed = range(local if window is None else max(local, end - window), end)
+        size = self.shape.sizes[group] * self.per_chunk
+        needed = range(max(local, _first_needed(self.shape.windows[group], end)), end)
         return all(token // size < len(ready[group]) and ready[group][token // size] for token in needed)
 
     def ready(self, request: Request, group: int) -> list[bool]:
         """Return which of a request's chunks are stored."""
         keys = _keys(self.scheduler, request, group)
         return [found is True for found in self.scheduler.manager.lookup_many(keys, ReqContext())]
+
+
+def _first_needed(kind: GroupKind, end: int) -> int:
+    """Return the first token whose chunk a load up to `end` needs; of a state the one before `end`."""
+    if isinstance(kind, int):
+        return max(0, end - kind)
+    return end - 1 if isinstance(kind, State) else _first_seen(kind, end - 1)
 
 
 def _keys(scheduler: OffloadingConnectorScheduler, request: Request, group: int) -> list[OffloadKey]:
@@ -355,10 +474,13 @@ def test_a_tier_is_asked_about_the_chunk_that_an_end_lies_in() -> None:
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
 def test_chunks_that_are_not_stored_are_never_missed(shape: Shape, per_chunk: int) -> None:
-    """Of a prompt that was computed in one step, all is found again that its complete chunks can serve."""
+    """Of a prompt that was computed in one step, all is found again that its complete chunks can serve.
+
+    With states a step ends where a load may end, for a state to be there.
+    """
     prompt, step = _prompt(0, 300), shape.ends * per_chunk
     engine = SmallEngine(shape, per_chunk)
-    engine.run(Request("a", prompt))
+    engine.run(Request("a", prompt), step=step if shape.states else 300)
     for shared in (*range(1, 100, 7), 144, 192, 288):
         ends = [end for end in range(step, shared + 1, step) if _is_complete(shape, per_chunk, end, shared)]
         asked = Request(f"b{shared}", prompt[:shared] + [77] * 40)
@@ -379,11 +501,11 @@ def test_only_what_some_end_needs_is_stored(shape: Shape, per_chunk: int) -> Non
         Request("a", _prompt(0, 600)),
     )
     engine.run(prompt)
-    for group, (size, window) in enumerate(zip(shape.sizes, shape.windows, strict=True)):
-        chunk = size * per_chunk
+    for group in shape.attention:
+        chunk, kind = shape.sizes[group] * per_chunk, shape.windows[group]
         needed = [
             any(
-                end > at * chunk and (window is None or end - window < (at + 1) * chunk)
+                end > at * chunk and _first_needed(kind, end) < (at + 1) * chunk
                 for end in range(step, 1201, step)
             )
             for at in range(600 // chunk)
@@ -395,7 +517,7 @@ def test_only_what_some_end_needs_is_stored(shape: Shape, per_chunk: int) -> Non
 @pytest.mark.parametrize("num_slots", [20, 1000])
 def test_no_token_ever_sees_a_wrong_one(shape: Shape, per_chunk: int, num_slots: int) -> None:
     """Random prompts that share prefixes, in steps of random lengths, over a pool that evicts."""
-    engine = SmallEngine(shape, per_chunk, num_slots, seed=num_slots)
+    engine = SmallEngine(shape, per_chunk, num_slots, seed=num_slots, offered=0.7)
     block = lcm(*shape.sizes)
     for number, (parent_tokens, tokens, shared) in enumerate(_workload(engine.rng)):
         parent = engine.run(Request(f"p{number}", parent_tokens), keep=True)

@@ -7,7 +7,7 @@ from tests.unit.connector_kit import Request
 
 from kvtier.connector.jobs import LoadFailures, LoadJob, PlannedJob, RunningJobs, StoreJob
 from kvtier.connector.metadata import TransferReport
-from kvtier.connector.state import RequestState
+from kvtier.connector.state import GroupGeometry, GroupState, RequestState
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.offload import CPUOffloadingManager, ReqContext
@@ -17,22 +17,21 @@ from kvtier.transfer.base import CPULoadStoreSpec, GPULoadStoreSpec, TransferRes
 A, B, C = (make_offload_key(bytes([n]) * 32, 0) for n in range(3))
 
 
-REQUEST = RequestState(Request("r", [1]), ReqContext(), ())
+REQUEST = RequestState(Request("r", [1]), ReqContext(), (GroupState(GroupGeometry(0, 16, 1, 1)),))
 
 
 def load(*keys: OffloadKey, ranks: int = 1) -> LoadJob:
     end = GPULoadStoreSpec(list(range(1, 1 + len(keys))), [len(keys)], [0])
     return LoadJob(
-        request=REQUEST, keys=list(keys), gpu_end=end, blocks_per_chunk=1, num_bytes=8,
-        missing_ranks=set(range(ranks)), deadline=2.0, local=0, end=16 * len(keys), block_sizes=(16,),
-        wait_budget=1.0,
+        request=REQUEST, keys=list(keys), gpu_end=end, num_bytes=8,
+        missing_ranks=set(range(ranks)), deadline=2.0, local=0, end=16 * len(keys), wait_budget=1.0,
     )  # fmt: skip
 
 
 def store(*blocks: int) -> StoreJob:
     end = GPULoadStoreSpec(list(blocks), [len(blocks)], [0])
     return StoreJob(
-        request=REQUEST, keys=[A], gpu_end=end, blocks_per_chunk=len(blocks), num_bytes=8,
+        request=REQUEST, keys=[A], gpu_end=end, num_bytes=8,
         missing_ranks={0}, deadline=30.0,
         lease=WriteLease(CPUOffloadingManager(1), [A], CPULoadStoreSpec([0])),
     )  # fmt: skip
@@ -74,7 +73,7 @@ def test_stores_are_found_by_what_they_read() -> None:
 
 def test_check_finds_a_chunk_that_nobody_brings() -> None:
     jobs = RunningJobs()
-    jobs._loading[A] = 5
+    jobs._loading[A] = load(A)
     with pytest.raises(IntegrityError, match="by a load that does not exist"):
         jobs.check()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
+from tests.unit.connector_kit import BLOCK, Clock, GroupKind, Host, Request, make_host
 from tests.unit.tier_kit import ROW, HandTier, Tiered
 
 from kvtier.connector import KVConnectorOutput, OffloadingConnectorScheduler
@@ -41,7 +41,7 @@ class TieredHost:
     """A scheduler's side over a tier by hand, and the clock that both have."""
 
     num_slots: int = 64
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[GroupKind, ...] = (None,)
     settings: dict[str, Any] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,7 @@ from kvtier.offload import (
     TransferResult,
     TransferSpec,
 )
+from kvtier.transfer.base import AuditLoadStoreSpec
 
 NUM_BLOCKS = 32
 PROMPT = list(range(26))
@@ -468,3 +472,169 @@ def test_the_wait_for_a_rank_to_name_requests_is_bounded() -> None:
     assert merged == KVConnectorOutput(late, late, {98, 99}, [], late), "the newest are known"
     sizes = [len(kept) for kept in (aggregator._sending, aggregator._recving, aggregator._invalid)]
     assert sizes == [6, 6, 6]
+
+
+# Engines that write to blocks before they say so.
+
+
+class Late(OffloadingHandler):
+    """A handler whose jobs end as the test says, and that records how it was called."""
+
+    def __init__(self) -> None:
+        self.results: list[TransferResult] = []
+        self.calls: list[tuple[str, set[int]]] = []
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        taken, self.results = self.results, []
+        return taken
+
+    def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
+        self.calls.append(("wait", set(job_ids)))
+        return True
+
+    def cancel(self, job_ids: set[int]) -> None:
+        self.calls.append(("cancel", set(job_ids)))
+
+    def shutdown(self) -> None:
+        self.results.clear()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_flushed_store_counts_as_failed_if_the_engine_has_written_before_the_fence(
+    config: OffloadingConfig, is_late: bool
+) -> None:
+    """Its handler cannot know that some of the bytes that it has read were those of the next request."""
+    rank = Rank(replace(config, world_size=1, writes_before_fence=is_late), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    handlers, late = rank.worker.connector_worker._handlers, Late()
+    real = dict(handlers)
+    handlers.update(dict.fromkeys(handlers, late))
+    rank.step(
+        OffloadingConnectorMetadata(
+            reqs_to_store={
+                "a": (GPULoadStoreSpec([5]), CPULoadStoreSpec([0])),
+                "b": (GPULoadStoreSpec([6]), CPULoadStoreSpec([1])),
+            },
+            store_jobs={"a": 7, "b": 8},
+        )
+    )
+    late.calls.clear()
+    rank.worker.handle_preemptions(OffloadingConnectorMetadata(jobs_to_flush={7, 99}))
+    assert late.calls == [("cancel" if is_late else "wait", {7})], "nobody waits for bytes of no use"
+    late.results = [TransferResult(job_id, success=True) for job_id in (7, 8)]
+    reports = [report.result for report in rank.step(OffloadingConnectorMetadata()).reports]
+    assert {(result.job_id, result.success) for result in reports} == {(7, not is_late), (8, True)}
+    handlers.update(real)
+    rank.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_store_that_was_over_before_its_fence_and_is_not_reported(
+    config: OffloadingConfig, is_late: bool
+) -> None:
+    rank = Rank(replace(config, world_size=1, writes_before_fence=is_late), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    store = (GPULoadStoreSpec([5]), CPULoadStoreSpec([0]))
+    rank.worker.bind_connector_metadata(
+        OffloadingConnectorMetadata(reqs_to_store={"a": store}, store_jobs={"a": 7})
+    )
+    rank.worker.start_load_kv()
+    rank.worker.wait_for_save()
+    assert rank.worker.connector_worker._handlers["GPU", "CPU"].wait({7}, 30)
+    rank.worker.clear_connector_metadata()
+    flushed = rank.step(OffloadingConnectorMetadata(jobs_to_flush={7}))
+    assert [(report.result.job_id, report.result.success) for report in flushed.reports] == [
+        (7, not is_late)
+    ]
+    rank.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_flushed_audit_finds_no_wrong_row_if_the_engine_has_written_before_the_fence(
+    config: OffloadingConfig, is_late: bool
+) -> None:
+    rank = Rank(replace(config, world_size=1, writes_before_fence=is_late), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    handlers, late = rank.worker.connector_worker._handlers, Late()
+    real = dict(handlers)
+    handlers["GPU", AuditLoadStoreSpec.medium()] = late
+    audit = (GPULoadStoreSpec([5, 6]), AuditLoadStoreSpec([0, 1], [2, 3]))
+    rank.step(OffloadingConnectorMetadata(audits={7: ("a", audit)}))
+    late.results = [TransferResult(7, False, failed_blocks=(1,), corrupt=True, distance=0.9)]
+    (report,) = rank.step(OffloadingConnectorMetadata(jobs_to_flush={7})).reports
+    assert not report.result.success
+    assert report.result.corrupt is not is_late
+    assert report.result.failed_blocks == (None if is_late else (1,))
+    handlers.clear()
+    handlers.update(real)
+
+
+def results_of(output: KVConnectorOutput) -> dict[int, bool]:
+    return {report.result.job_id: report.result.success for report in output.reports}
+
+
+def test_transfers_end_before_the_tensors_are_unmapped(config: OffloadingConfig) -> None:
+    """And nothing of the handlers is left that could touch them."""
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    handlers = set(rank.worker.connector_worker._handlers.values())
+    copying = threading.Event()
+
+    def hang(handler: Any, job: Any) -> None:
+        copying.set()
+        handler.wait_ending(job, 60)
+
+    for handler in handlers:
+        getattr(handler, "stores", handler).probe = partial(hang, getattr(handler, "stores", handler))
+    gone = [weakref.ref(handler) for handler in handlers]
+    gpu, cpu = GPULoadStoreSpec([5]), CPULoadStoreSpec([0])
+    rank.worker.bind_connector_metadata(
+        OffloadingConnectorMetadata(reqs_to_store={"a": (gpu, cpu)}, store_jobs={"a": 1})
+    )
+    rank.worker.wait_for_save()
+    rank.worker.clear_connector_metadata()
+    assert copying.wait(60)
+    handlers.clear()
+    del handler
+    rank.worker.unregister_kv_caches()
+    rank.worker.unregister_kv_caches()
+    gc.collect()
+    assert [handler() for handler in gone] == [None] * len(gone)
+    assert results_of(rank.step(OffloadingConnectorMetadata())) == {1: False}
+    rank.close()
+
+
+def test_a_job_that_is_ordered_while_the_tensors_are_unmapped_has_failed(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    rank.worker.unregister_kv_caches()
+    gpu, cpu = GPULoadStoreSpec([5]), CPULoadStoreSpec([0])
+    output = rank.step(
+        OffloadingConnectorMetadata(
+            reqs_to_load={"a": (cpu, gpu)},
+            load_jobs={"a": 1},
+            reqs_to_store={"b": (gpu, cpu)},
+            store_jobs={"b": 2},
+        )
+    )
+    assert results_of(output) == {1: False, 2: False}
+    assert (output.failed_recving, output.invalid_block_ids) == ({"a"}, {5})
+    rank.close()
+
+
+def test_the_pool_keeps_its_rows_while_the_tensors_are_unmapped(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    rank.fill(1)
+    before = rank.blocks([5])
+    gpu, cpu = GPULoadStoreSpec([5]), CPULoadStoreSpec([0])
+    stored = rank.step(OffloadingConnectorMetadata(reqs_to_store={"a": (gpu, cpu)}, store_jobs={"a": 1}))
+    assert results_of(stored) == {1: True}
+    rank.worker.unregister_kv_caches()
+    rank.fill(2)
+    rank.worker.register_kv_caches({config.groups[0].layer_names[0]: rank.kv})
+    loaded = rank.step(OffloadingConnectorMetadata(reqs_to_load={"a": (cpu, gpu)}, load_jobs={"a": 2}))
+    assert results_of(loaded) == {2: True}
+    assert torch.equal(rank.blocks([5]), before)
+    rank.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.connector.cost import CostEstimate, CostModel, StepTimer
+from kvtier.connector.cost import CostEstimate, CostModel, StepTimer, is_worth_trying
 from kvtier.offload.promotions import TierCost
 
 
@@ -98,9 +98,9 @@ def test_each_tier_has_its_own_estimate() -> None:
 def test_a_slow_tier_is_tried_again_now_and_then() -> None:
     cost = CostModel()
     cost.promotion_estimate("disk").learn(1000, 1.0)
-    answers = [cost.worth_promoting(["disk"], 1.0, 0.1) for _ in range(200)]
+    answers = [is_worth_trying([cost.promotion_estimate("disk")], 1.0, 0.1) for _ in range(200)]
     assert 0 < sum(answers) < 10
-    assert cost.worth_promoting(["disk"], 0.1, 0.1)
+    assert is_worth_trying([cost.promotion_estimate("disk")], 0.1, 0.1)
 
 
 def test_an_estimate_of_another_process_is_used_if_nothing_is_known() -> None:

@@ -72,6 +72,8 @@ CONNECTOR = [
     "asked_tokens",
     "loaded_tokens",
     "weight_changes",
+    "saved_seconds",
+    "misses",
     "evictions",
     "refusals",
     "used_bytes",
@@ -176,7 +178,7 @@ def test_names_of_the_connector_stay() -> None:
     assert [
         name for name, metric in METRICS.items() if not is_of_tiers(metric) and name != "unwritten"
     ] == CONNECTOR
-    assert CONNECTOR[:16] == [total.name for total in fields(ConnectorStats)]
+    assert CONNECTOR[:17] == [total.name for total in fields(ConnectorStats)]
     assert all(metric.text.endswith(".") for metric in METRICS.values())
 
 

@@ -7,6 +7,7 @@ from kvtier.connector.connector import OffloadingConnector
 from kvtier.connector.explain import Explanation
 from kvtier.connector.metadata import (
     BlockIds,
+    BoundaryState,
     CachedRequest,
     ConnectorRole,
     EndOrder,
@@ -28,6 +29,7 @@ from kvtier.transfer.base import TransferSpec
 
 __all__ = [
     "BlockIds",
+    "BoundaryState",
     "CachedRequest",
     "ConnectorRole",
     "ConnectorStats",

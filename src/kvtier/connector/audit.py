@@ -124,6 +124,13 @@ class Audits:
         if state.audit_tokens:
             least = max(state.local, end - state.audit_tokens)
             start = match_prefix(self._geometry, self._manager, state, least).end
+            if end - start > state.audit_tokens:  # no window or no state is kept so close to the end
+                if end - start > _LONGEST and self._share < 1:
+                    self._credit += state.audit_tokens
+                    state.audit_tokens = 0
+                    return end
+                self._credit -= end - start - state.audit_tokens
+                state.audit_tokens = end - start
             state.audit = range(start, end)
         return state.audit.start if state.audit else end
 
@@ -151,7 +158,8 @@ class Audits:
         lost.
         """
         chunks = [self._take_computed(state, group, available, allocated_at) for group in state.groups]
-        first_left = min(available // group.chunk_size * group.chunk_size for group in self._geometry.groups)
+        sizes = [group.chunk_size for group in self._geometry.groups if not group.is_state]
+        first_left = min(available // size * size for size in sizes)
         state.audit = range(max(state.audit.start, first_left), state.audit.stop)
         keys = [key for group in chunks for key in group]
         most = min(_MOST_CHUNKS, max(1, self._config.num_slots // _SCRATCH_SHARE))
@@ -175,7 +183,6 @@ class Audits:
             request=state,
             keys=scratch_keys,
             gpu_end=gpu_end,
-            blocks_per_chunk=self._config.settings.blocks_per_chunk,
             num_bytes=num_bytes,
             missing_ranks=set(self._config.storing_ranks),
             deadline=self._config.settings.store_deadline,
@@ -188,13 +195,15 @@ class Audits:
         self, state: RequestState, group: GroupState, available: int, allocated_at: Mapping[int, int]
     ) -> dict[OffloadKey, int]:
         """Return the computed chunks of a group that are to be audited and whose rows are in the pool."""
+        if group.geometry.is_state:  # in another number format; a wrong one shows in the layers above it
+            return {}
         size = group.geometry.chunk_size
         first = -(-state.audit.start // size)
         stop = min(group.num_complete(available), state.audit.stop // size)
         chunks = {
             group.keys[at]: at
             for at in range(first, stop)
-            if group.geometry.window is None or group.still_has(at, allocated_at)
+            if not group.geometry.is_windowed or group.still_has(at, allocated_at)
         }
         held = self._manager.lookup_many(list(chunks), state.context)
         return {key: at for (key, at), is_held in zip(chunks.items(), held, strict=True) if is_held}

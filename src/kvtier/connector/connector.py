@@ -150,6 +150,13 @@ class OffloadingConnector:
         """
         self._worker.register_kv_caches(kv_caches, blocks_first=blocks_first)
 
+    def unregister_kv_caches(self) -> None:
+        """End all transfers and give up the KV tensors, before the engine unmaps their memory. Idempotent.
+
+        `register_kv_caches` registers them again.
+        """
+        self._worker.unregister_kv_caches()
+
     def bind_connector_metadata(self, connector_metadata: OffloadingConnectorMetadata) -> None:
         """Set the orders of the step that begins.
 

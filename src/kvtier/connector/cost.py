@@ -13,7 +13,7 @@ tier that stood still may move again. The scheduler's side of the connector uses
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from kvtier.connector.metadata import ReqId
 from kvtier.errors import IntegrityError
@@ -155,21 +155,18 @@ class CostModel:
     def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
         """Return whether waiting and then loading should be faster than computing the tokens."""
         load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
-        return load is None or compute is None or wait + load <= compute or self._bus.is_due()
+        return load is None or compute is None or is_worth_trying([self._bus], wait + load, compute)
 
-    def worth_promoting(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
-        """Return whether promoting chunks and loading them should be faster than computing."""
-        if expected <= compute:
-            return True
-        due = [self.promotion_estimate(tier).is_due() for tier in tiers]
-        return any(due)
 
-    def worth_asking(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
-        """Return whether asking tiers and promoting all their chunks should be faster than computing."""
-        if expected <= compute:
-            return True
-        due = [self.lookup_estimate(tier).is_due() for tier in tiers]
-        return any(due)
+def is_worth_trying(estimates: Iterable[CostEstimate], expected: float, compute: float) -> bool:
+    """Return whether something that takes `expected` seconds should be faster than computing.
+
+    Also if not, every so often: then the estimates that say so are put to the test.
+    """
+    if expected <= compute:
+        return True
+    due = [estimate.is_due() for estimate in estimates]  # each counts the refusal
+    return any(due)
 
 
 def _blend(average: float | None, sample: float) -> float:

@@ -6,14 +6,15 @@ Scheduler thread only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from kvtier.config import Recompute
 from kvtier.connector.jobs import LoadJob
 from kvtier.connector.load_decision import PrefixMatch
 from kvtier.connector.metadata import ReqId
-from kvtier.connector.state import RequestState
+from kvtier.connector.state import ChunkGeometry, RequestState
+from kvtier.keys import OffloadKey, get_offload_group_idx
 from kvtier.offload.base import OffloadingManager
 from kvtier.residency import MissReason
 
@@ -44,9 +45,11 @@ class Explanation:
 class Explainer:
     """Keeps the explanations of requests."""
 
-    def __init__(self, manager: OffloadingManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: OffloadingManager, geometry: ChunkGeometry) -> None:
+        self._manager, self._geometry = manager, geometry
         self._explained: OrderedDict[ReqId, Explanation] = OrderedDict()
+        self.misses: Counter[MissReason] = Counter()
+        """The prompts explained so far, by the reason of their first miss."""
 
     def explain_match(self, state: RequestState, match: PrefixMatch, end: int, *, limited: bool) -> None:
         """Remember why the first chunk beyond `end` is not loaded, in case the request now runs.
@@ -57,9 +60,17 @@ class Explainer:
         if end < match.end:
             state.miss = {_POOL: MissReason.AUDITED if state.audit else MissReason.NOT_WORTH_LOADING}, end
         elif match.missing is not None:
-            state.miss = self._manager.explain_tiers(match.missing, state.context), match.reach
+            state.miss = self._explain_missing(match.missing, state), match.reach
         elif limited:
             state.miss = {_POOL: MissReason.LIMITED}, match.reach
+
+    def _explain_missing(self, key: OffloadKey, state: RequestState) -> dict[str, MissReason]:
+        """Return for each tier why it lacks a chunk. Most states are never stored, on purpose."""
+        reasons = self._manager.explain_tiers(key, state.context)
+        if not self._geometry.groups[get_offload_group_idx(key)].is_state:
+            return reasons
+        never, no_state = MissReason.NEVER_STORED, MissReason.NO_STATE
+        return {tier: no_state if reason is never else reason for tier, reason in reasons.items()}
 
     def explain_stale_prefix(self, state: RequestState) -> None:
         """Remember that a request goes on from KV of before a reset, so that nothing of it is stored."""
@@ -99,6 +110,8 @@ class Explainer:
         loaded = max(0, min(loaded, prompt - 1 - local))
         misses, token = state.miss
         reason = list(misses.values())[-1] if misses else None
+        if reason is not None:
+            self.misses[reason] += 1
         tiers = _split(loaded, promoted)
         explanation = Explanation(local, tiers, prompt - local - loaded, reason, token, misses, seconds)
         self._explained[req_id] = explanation

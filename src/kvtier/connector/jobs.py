@@ -45,7 +45,6 @@ class PlannedJob:
     request: RequestState
     keys: list[OffloadKey]
     gpu_end: GPULoadStoreSpec
-    blocks_per_chunk: int
     num_bytes: int
     """The sum over all ranks that move bytes."""
     missing_ranks: set[int]
@@ -67,10 +66,6 @@ class PlannedJob:
     """The transfer's own time on the slowest rank; `None` if no rank has measured it."""
     failed_blocks: set[int] = field(default_factory=set)
     """Positions in the GPU end of blocks that did not arrive on some rank."""
-    block_ids: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.block_ids = frozenset(self.gpu_end.block_ids.tolist())
 
     @property
     def req_id(self) -> ReqId:
@@ -130,7 +125,7 @@ class PlannedJob:
         Every group begins a new chunk.
         """
         indices: list[int] = []
-        first_key, per_chunk = 0, self.blocks_per_chunk
+        first_key, per_chunk = 0, self.request.groups[0].geometry.blocks_per_chunk
         for size, position in zip(self.gpu_end.group_sizes, self.gpu_end.block_indices or (), strict=True):
             skipped = position % per_chunk
             indices += [first_key + block // per_chunk for block in range(skipped, skipped + size)]
@@ -146,8 +141,6 @@ class LoadJob(PlannedJob):
     end: int
     lease: ReadLease | None = None
     """The chunks in the pool; `None` if they are not there any more, and the load fails before it begins."""
-    block_sizes: tuple[int, ...]
-    """The number of tokens in a block, by group."""
     wait_budget: float
     """Seconds after which computing is the better choice."""
     promoted_tokens: dict[str, int] = field(default_factory=dict)
@@ -190,9 +183,9 @@ class LoadJob(PlannedJob):
     def _lost(self) -> set[tuple[int, int]]:
         """Return the tokens `[start, stop)` of each block that did not arrive."""
         spans: list[tuple[int, int]] = []
-        for count, first, size in zip(
-            self.gpu_end.group_sizes, self.gpu_end.block_indices or (), self.block_sizes, strict=True
-        ):
+        counts, firsts = self.gpu_end.group_sizes, self.gpu_end.block_indices or ()
+        for count, first, group in zip(counts, firsts, self.request.groups, strict=True):
+            size = group.geometry.block_size
             spans += [(at * size, min((at + 1) * size, self.end)) for at in range(first, first + count)]
         return {spans[position] for position in self.failed_blocks}
 
@@ -203,6 +196,11 @@ class StoreJob(PlannedJob):
 
     lease: WriteLease
     """The slots that the chunks are written to, in the order of `keys`."""
+    block_ids: frozenset[int] = field(init=False)
+    """The blocks that the store reads."""
+
+    def __post_init__(self) -> None:
+        self.block_ids = frozenset(self.gpu_end.block_ids.tolist())
 
     def add_to(self, meta: OffloadingConnectorMetadata) -> None:
         """Order this store."""
@@ -216,60 +214,56 @@ class StoreJob(PlannedJob):
         self.lease.commit()
 
 
-class _GPUEnd:
-    """The GPU end of a job under construction, filled group by group."""
+def _gpu_end(config: OffloadingConfig, blocks: list[tuple[int, list[int]]]) -> tuple[GPULoadStoreSpec, int]:
+    """Return the GPU end of a job, and its bytes over all ranks.
 
-    def __init__(self, num_groups: int) -> None:
-        self._block_ids: list[int] = []
-        self._sizes = [0] * num_groups
-        self._indices = [0] * num_groups
-
-    def add(self, group: int, position: int, block_ids: list[int]) -> None:
-        """Append the blocks of a group; the first of them has this `position` in the request."""
-        self._indices[group] = position
-        self._sizes[group] = len(block_ids)
-        self._block_ids += block_ids
-
-    def spec(self) -> GPULoadStoreSpec:
-        return GPULoadStoreSpec(self._block_ids, self._sizes, self._indices)
-
-    def num_bytes(self, config: OffloadingConfig) -> int:
-        return sum(size * config.bytes_of_all_ranks(group) for group, size in enumerate(self._sizes))
+    `blocks` gives for each group the position in the request of its first block, and its block ids.
+    """
+    sizes = [len(block_ids) for _, block_ids in blocks]
+    block_ids = [block_id for _, of_group in blocks for block_id in of_group]
+    num_bytes = sum(size * config.bytes_of_all_ranks(group) for group, size in enumerate(sizes))
+    return GPULoadStoreSpec(block_ids, sizes, [position for position, _ in blocks]), num_bytes
 
 
 def expect_loadable(state: RequestState, end: int) -> None:
     """Raise `InputError` if the request lacks keys or blocks for a load up to `end`."""
     for group in state.groups:
-        room = len(group.block_ids) * group.geometry.block_size
+        size = group.geometry.block_size
+        room = len(group.block_ids) * size
         if end > min(room, group.num_keyed):
             raise InputError(
                 f"external tokens: expected those offered, and blocks for them, got tokens up to {end}, "
                 f"keys up to {group.num_keyed} and blocks up to {room}"
             )
+        if group.geometry.is_state and (
+            end % group.geometry.chunk_size or group.block_ids[end // size - 1] == NULL_BLOCK
+        ):
+            raise InputError(
+                f"external tokens: expected to end at a state's boundary, a multiple of"
+                f" {group.geometry.chunk_size} tokens, and a block for the state, got tokens up to {end}"
+            )
 
 
 def plan_load(config: OffloadingConfig, state: RequestState, end: int, wait_budget: float) -> LoadJob:
     """Plan the load of `[state.local, end)` into the blocks that the request holds."""
-    gpu_end = _GPUEnd(len(state.groups))
+    blocks: list[tuple[int, list[int]]] = []
     keys: list[OffloadKey] = []
     per_chunk = config.settings.blocks_per_chunk
     for group in state.groups:
         first, last = _blocks_to_load(group, state.local, end)
-        if first == last:
-            continue
-        gpu_end.add(group.geometry.index, first, group.block_ids[first:last])
-        keys += group.keys[first // per_chunk : -(-last // per_chunk)]
+        blocks.append((first, group.block_ids[first:last]))
+        if first < last:
+            keys += group.keys[first // per_chunk : -(-last // per_chunk)]
+    gpu_end, num_bytes = _gpu_end(config, blocks)
     return LoadJob(
         request=state,
         keys=keys,
-        gpu_end=gpu_end.spec(),
-        blocks_per_chunk=per_chunk,
-        num_bytes=gpu_end.num_bytes(config),
+        gpu_end=gpu_end,
+        num_bytes=num_bytes,
         missing_ranks=set(range(config.world_size)),
         deadline=config.settings.load_deadline,
         local=state.local,
         end=end,
-        block_sizes=tuple(group.geometry.block_size for group in state.groups),
         wait_budget=wait_budget,
     )
 
@@ -277,14 +271,15 @@ def plan_load(config: OffloadingConfig, state: RequestState, end: int, wait_budg
 def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
     """Return the range of block positions to load, without leading positions that have no block.
 
-    The engine does not need those.
+    The engine does not need those. A state is always needed: without a block for it the load fails.
     """
     size = group.geometry.block_size
     if local % size:
         raise InputError(f"num_computed_tokens: expected a multiple of the block size ({size}), got {local}")
     first, last = group.geometry.first_needed(local, end) // size, -(-end // size)
-    while first < min(last, len(group.block_ids)) and group.block_ids[first] == NULL_BLOCK:
-        first += 1
+    if not group.geometry.is_state:
+        while first < min(last, len(group.block_ids)) and group.block_ids[first] == NULL_BLOCK:
+            first += 1
     return first, last
 
 
@@ -294,13 +289,16 @@ def chunks_to_store(
     """Return for each group the complete chunks, up to token `limit`, that were not offered before.
 
     They are given by key, with their positions. `allocated_at` tells which blocks of windowed groups the
-    request has lost.
+    request has lost. Of a state group these are the states that the request reaches in this step.
     """
     wanted = []
     for group in state.groups:
+        if group.geometry.is_state:
+            wanted.append({group.keys[at]: at for at in group.boundary_blocks if at < len(group.keys)})
+            continue
         start, stop = group.next_store, group.num_complete(limit)
         chunks = dict(zip(group.keys[start:stop], range(start, stop), strict=True))
-        if group.geometry.window is not None:
+        if group.geometry.is_windowed:
             chunks = {
                 key: at
                 for key, at in chunks.items()
@@ -319,7 +317,6 @@ def plan_store(
         request=state,
         keys=lease.keys,
         gpu_end=gpu_end,
-        blocks_per_chunk=config.settings.blocks_per_chunk,
         num_bytes=num_bytes,
         missing_ranks=set(config.storing_ranks),
         deadline=config.settings.store_deadline,
@@ -331,13 +328,16 @@ def gpu_end_of(
     config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]
 ) -> tuple[GPULoadStoreSpec, int]:
     """Return the GPU end of a store of whole chunks, and its bytes over all ranks that store."""
-    gpu_end = _GPUEnd(len(state.groups))
     per_chunk = config.settings.blocks_per_chunk
-    for group, chunks_of_group in zip(state.groups, chunks, strict=True):
-        if chunks_of_group:
-            positions = list(chunks_of_group.values())
-            gpu_end.add(group.geometry.index, positions[0] * per_chunk, group.blocks_of(positions))
-    return gpu_end.spec(), gpu_end.num_bytes(config) // config.replicas
+    positions = [list(chunks_of_group.values()) for chunks_of_group in chunks]
+    gpu_end, num_bytes = _gpu_end(
+        config,
+        [
+            (at[0] * per_chunk if at else 0, group.blocks_of(at))
+            for group, at in zip(state.groups, positions, strict=True)
+        ],
+    )
+    return gpu_end, num_bytes // config.replicas
 
 
 def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKey]) -> LoadStoreSpec:
@@ -361,8 +361,8 @@ class RunningJobs:
     def __init__(self) -> None:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._expired: OrderedDict[int, LoadJob | StoreJob] = OrderedDict()
-        self._loading: dict[OffloadKey, int] = {}
-        self._storing: dict[OffloadKey, int] = {}
+        self._loading: dict[OffloadKey, LoadJob] = {}
+        """The newest running load of each chunk."""
         self._newest = 0
 
     def __len__(self) -> int:
@@ -379,8 +379,8 @@ class RunningJobs:
         self._newest += 1
         job.job_id, job.started = self._newest, now
         self._jobs[job.job_id] = job
-        self._jobs_by_key(job).update(dict.fromkeys(job.keys, job.job_id))
         if isinstance(job, LoadJob):
+            self._loading.update(dict.fromkeys(job.keys, job))
             job.request.load_job = job.job_id
         else:
             job.request.store_jobs.add(job.job_id)
@@ -400,9 +400,6 @@ class RunningJobs:
     def release_blocks(state: RequestState) -> None:
         """Record that a request has lost its blocks, while stores may still read them."""
         state.store_jobs.clear()
-
-    def _jobs_by_key(self, job: LoadJob | StoreJob) -> dict[OffloadKey, int]:
-        return self._loading if isinstance(job, LoadJob) else self._storing
 
     def take_report(self, report: TransferReport) -> LoadJob | StoreJob | None:
         """Take in a rank's report of a job, and return the job.
@@ -442,12 +439,10 @@ class RunningJobs:
         return job.outputs_since_deadline > _GRACE_OUTPUTS and now > job.started + _MARGIN * job.deadline
 
     def _forget(self, job: LoadJob | StoreJob) -> None:
-        if self._jobs.pop(job.job_id, None) is None:
-            return
-        newest = self._jobs_by_key(job)
-        for key in job.keys:
-            if newest.get(key) == job.job_id:
-                del newest[key]
+        if self._jobs.pop(job.job_id, None) is not None and isinstance(job, LoadJob):
+            for key in job.keys:
+                if self._loading.get(key) is job:
+                    del self._loading[key]
 
     def void_loads(self) -> None:
         """Make all running loads void: nothing of them may be used."""
@@ -469,12 +464,11 @@ class RunningJobs:
 
     def load_of(self, key: OffloadKey) -> LoadJob | None:
         """Return the running load of a chunk, if there is one."""
-        job = self._jobs.get(self._loading.get(key, -1))
-        return job if isinstance(job, LoadJob) else None
+        return self._loading.get(key)
 
-    def is_storing(self, key: OffloadKey) -> bool:
-        """Return whether a running store stores this chunk."""
-        return key in self._storing
+    def storing(self) -> set[OffloadKey]:
+        """Return the chunks that running stores store."""
+        return set().union(*(job.keys for job in self.stores()))
 
     def loads(self) -> Iterator[LoadJob]:
         """Return the loads among the jobs."""
@@ -500,10 +494,8 @@ class RunningJobs:
                 raise IntegrityError(f"request {req_id} waits for load {load}, which does not exist")
             if not state.store_jobs <= self._jobs.keys():
                 raise IntegrityError(f"request {req_id} holds blocks for stores that do not exist")
-        if not set(self._loading.values()) <= {job.job_id for job in self.loads()}:
+        if not all(self._jobs.get(job.job_id) is job for job in self._loading.values()):
             raise IntegrityError("a chunk is being loaded by a load that does not exist")
-        if not set(self._storing.values()) <= {job.job_id for job in self.stores()}:
-            raise IntegrityError("a chunk is being stored by a store that does not exist")
         if not all(job.missing_ranks for job in (*self._jobs.values(), *self._expired.values())):
             raise IntegrityError("a job that every rank has reported is waited for")
 

@@ -2,8 +2,8 @@
 
 `match_prefix` finds how far a request's prefix can be loaded: up to the last end that every group can
 serve. A full-attention group serves an end if all chunks up to it are ready. A windowed group serves it if
-the chunks in the window before it are ready. If the end lies inside a chunk, all tokens of that chunk must
-be the request's. A lookup pins nothing and changes nothing.
+the chunks in the window before it are ready, a state group if the state at this very end is. If the end lies
+inside a chunk, all tokens of that chunk must be the request's. A lookup pins nothing and changes nothing.
 
 `LoadDecision` gives the answer. A request waits for chunks on their way into the pool for no longer than
 computing them would take.
@@ -29,17 +29,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 from kvtier.config import KVTierConfig
-from kvtier.connector.cost import CostModel, PrefillQueue
+from kvtier.connector.cost import CostEstimate, CostModel, PrefillQueue, is_worth_trying
 from kvtier.connector.jobs import LoadJob, RunningJobs
 from kvtier.connector.metadata import ReqId
 from kvtier.connector.state import ChunkGeometry, GroupGeometry, GroupState, RequestState
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import ChunkLookup, OffloadingManager
-from kvtier.offload.promotions import PromotionRequest
+from kvtier.offload.promotions import PromotionRequest, TierTime
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.offload.waits import TierWait
 
@@ -70,36 +69,50 @@ def match_prefix(
 
     Where KV depends on the tokens after it (`OffloadingConfig.lookahead`), other tokens may have followed a
     stored chunk than follow it in this request. So the load ends early enough that the found chunks beyond
-    its end cover the lookahead: the last chunk found is computed again.
+    its end cover the lookahead: the last chunk found is computed again. A state depends on no later token,
+    so that attention's chunks alone cover the lookahead.
     """
-    found = _match_chunks(geometry, lookup, state, num_tokens)
-    if not geometry.lookahead or found.reach == state.local:
+    if not geometry.lookahead:
+        return _match_chunks(geometry, lookup, state, num_tokens, geometry.sparse, geometry.alignment)
+    attention = geometry.windowed if geometry.full or geometry.windowed else geometry.states
+    step = geometry.reach_alignment
+    found = _match_chunks(geometry, lookup, state, num_tokens, attention, step)
+    if found.reach == state.local:
         return found
-    covered = _match_chunks(geometry, lookup, state, found.reach - geometry.lookahead)
-    return found._replace(end=covered.end)
+    last = found.reach - geometry.lookahead
+    covered = _match_chunks(geometry, lookup, state, last, geometry.sparse, geometry.alignment)
+    if not geometry.states:
+        return found._replace(end=covered.end)
+    missing = found.missing if covered.missing is None else covered.missing
+    reach = min(found.reach, -(-(covered.end + geometry.lookahead) // step) * step)
+    return PrefixMatch(covered.end, found.pending or covered.pending, missing, reach)
 
 
 def _match_chunks(
-    geometry: ChunkGeometry, lookup: ChunkLookup, state: RequestState, num_tokens: int
+    geometry: ChunkGeometry,
+    lookup: ChunkLookup,
+    state: RequestState,
+    num_tokens: int,
+    sparse: Sequence[GroupGeometry],
+    alignment: int,
 ) -> PrefixMatch:
-    """Find the last end beyond `state.local` that all groups can serve from the chunks found."""
-    keyed = min(num_tokens, *(group.num_keyed for group in state.groups))
-    end = keyed // geometry.alignment * geometry.alignment
+    """Find the last end beyond `state.local` that full attention and the `sparse` groups can serve."""
+    keyed = min(num_tokens, *(state.groups[group.index].num_keyed for group in (*geometry.full, *sparse)))
+    end = keyed // alignment * alignment
     pending, missing = False, None
     for group in geometry.full:
         reach, waits, gap = _reach(lookup, state, state.groups[group.index], end)
         if reach < end:
             end, missing = reach, gap
         pending |= waits
-    if geometry.windowed and end > state.local:
-        found = [_Window(lookup, state, group, end) for group in geometry.windowed]
-        best = _last_served(found, state.local, end, geometry.alignment, optimistic=False)
-        pending |= _last_served(found, state.local, end, geometry.alignment, optimistic=True) > best
+    end = end // alignment * alignment
+    if sparse and end > state.local:
+        found = [_Window(lookup, state, group, end) for group in sparse]
+        best = _last_served(found, state.local, end, alignment, optimistic=False)
+        pending |= _last_served(found, state.local, end, alignment, optimistic=True) > best
         if best < end:
-            end, missing = (
-                best,
-                next((gap for gap in (w.last_gap() for w in found) if gap is not None), missing),
-            )
+            missing = next(window.last_gap() for window in found if not window.serves(end, optimistic=False))
+            end = best
     end = max(end, state.local)
     return PrefixMatch(end, pending, missing, reach=end)
 
@@ -119,7 +132,9 @@ def _reach(
 
 
 class _Window:
-    """The chunks of a windowed group between the local hit and `end`, with the runs of ready chunks."""
+    """The chunks of a windowed group, or the states of a state group, between the local hit and `end`, with
+    the runs of those that are ready.
+    """
 
     def __init__(self, lookup: ChunkLookup, state: RequestState, group: GroupGeometry, end: int) -> None:
         self._group = group
@@ -158,18 +173,13 @@ def _last_served(windows: list[_Window], local: int, end: int, alignment: int, o
     return max(end, local)
 
 
-class LoadAction(Enum):
-    """What an engine is to do with a request."""
-
-    WAIT = "wait, and ask again"
-    LOAD = "load up to the end of the match"
-    COMPUTE = "compute"
-
-
 class LoadAnswer(NamedTuple):
     """The answer to an engine that asks about a request, and the request's match in the pool."""
 
-    action: LoadAction
+    end: int | None
+    """The token up to which the request loads: the end of the match, or the local hit if it computes.
+    `None`: it waits, and the engine should ask again.
+    """
     match: PrefixMatch
 
 
@@ -203,13 +213,13 @@ class LoadDecision:
         match = match_prefix(self._geometry, self._manager, state, limit)
         if self._promotion is not None:
             if self._promotion.begin_wait(state, match, limit):
-                return LoadAnswer(LoadAction.WAIT, match)
+                return LoadAnswer(None, match)
             match = self._promotion.ignore_promoting(match)
         if self._should_wait(state, match):
-            return LoadAnswer(LoadAction.WAIT, match)
+            return LoadAnswer(None, match)
         state.waiting_since = None
         is_load = match.end > state.local and self._is_worth_loading(state, match)
-        return LoadAnswer(LoadAction.LOAD if is_load else LoadAction.COMPUTE, match)
+        return LoadAnswer(match.end if is_load else state.local, match)
 
     def _should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
         """Return whether the request should wait, because a chunk is on its way and worth the wait."""
@@ -325,7 +335,7 @@ class PromotionDecision:
 
         If so, that wait, or the wait for its turn, begins.
         """
-        end = limit // self._geometry.alignment * self._geometry.alignment
+        end = limit // self._geometry.reach_alignment * self._geometry.reach_alignment
         lookups = self._promotions.unknown(self._chunks(state, there.end, end))
         if not lookups:
             return False
@@ -337,7 +347,8 @@ class PromotionDecision:
             tiers = [lookup.tier.name for lookup in lookups]
             answer = self._cost.lookup_seconds(tiers)
             bring = self._cost.promotion_seconds([lookup.cost for lookup in lookups])
-            if answer is not None and not self._cost.worth_asking(tiers, answer + (bring or 0.0), compute):
+            estimates = map(self._cost.lookup_estimate, tiers)
+            if answer is not None and not is_worth_trying(estimates, answer + (bring or 0.0), compute):
                 self._waits.skip_lookup(wait)
                 return False
             budget = min(budget, compute)
@@ -347,14 +358,15 @@ class PromotionDecision:
     def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:
         """Return the chunks that could extend a match from `start` to `end`, from head to tail.
 
-        Of a windowed group these are all chunks that the GPU does not have, because the end of the match is
-        not known.
+        Of a windowed group or a state group these are all chunks that the GPU does not have, because the end
+        of the match is not known.
         """
         spans = []
         for group in state.groups:
             size = group.geometry.chunk_size
-            first = (start if group.geometry.window is None else state.local) // size
-            spans.append({key: first + at for at, key in enumerate(group.keys[first : -(-end // size)])})
+            first = (state.local if group.geometry in self._geometry.sparse else start) // size
+            last = end // size if group.geometry.is_state else -(-end // size)
+            spans.append({key: first + at for at, key in enumerate(group.keys[first:last])})
         return state.head_to_tail(spans)
 
     def ignore_promoting(self, match: PrefixMatch) -> PrefixMatch:
@@ -378,25 +390,26 @@ class PromotionDecision:
         budget = deadline = self._settings.load_deadline + (expected or 0.0)
         if self._settings.load_if_faster and expected is not None and compute is not None:
             load = self._cost.load_seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
-            if not self._cost.worth_promoting([cost.tier for cost in costs], expected + load, compute):
+            estimates = [self._cost.promotion_estimate(cost.tier) for cost in costs]
+            if not is_worth_trying(estimates, expected + load, compute):
                 self._waits.skip_promotion(wait)
                 return False
             budget = max(_LEAST_BUDGET, compute)
-        request = PromotionRequest(state.context, needed, deadline, whole=bool(self._geometry.windowed))
+        request = PromotionRequest(state.context, needed, deadline, whole=bool(self._geometry.sparse))
         return self._waits.promote(wait, request, budget)
 
     def _needed(self, state: RequestState, match: PrefixMatch) -> list[OffloadKey]:
-        """Return the chunks of a match, those of windowed groups first."""
+        """Return the chunks of a match, those of windowed groups and the states first."""
         spans = []
         for group in state.groups:
             size = group.geometry.chunk_size
             first = group.geometry.first_needed(state.local, match.end) // size
-            last = -(-match.reach // size)
+            last = -(-(match.end if group.geometry.is_state else match.reach) // size)
             spans.append({key: first + at for at, key in enumerate(group.keys[first:last])})
-        windows = [window.index for window in self._geometry.windowed]
-        windowed = [key for index in windows for key in spans[index]]
-        full = [{} if index in windows else span for index, span in enumerate(spans)]
-        return windowed + state.head_to_tail(full)
+        indices = [group.index for group in self._geometry.sparse]
+        sparse = [key for index in indices for key in spans[index]]
+        full = [{} if index in indices else span for index, span in enumerate(spans)]
+        return sparse + state.head_to_tail(full)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -420,14 +433,12 @@ class PromotionDecision:
     def learn(self) -> None:
         """Learn the cost of the promotions and lookups that ended since the last call."""
         for time in self._promotions.take_times():
-            estimate = self._cost.promotion_estimate(time.tier)
-            (estimate.learn_lost if time.lost else estimate.learn)(time.num_bytes, time.seconds)
+            _learn(self._cost.promotion_estimate(time.tier), time)
             self._times += 1
             if self._times % _LEARN_EVERY == 0:
                 self.keep_estimates()
-        for answer in self._waits.take_lookup_times():
-            estimate = self._cost.lookup_estimate(answer.tier)
-            (estimate.learn_lost if answer.lost else estimate.learn)(answer.num_bytes, answer.seconds)
+        for time in self._waits.take_lookup_times():
+            _learn(self._cost.lookup_estimate(time.tier), time)
         self._recall_estimates()
 
     def _recall_estimates(self) -> None:
@@ -446,3 +457,7 @@ class PromotionDecision:
             if seconds is not None:
                 self._learnt.add(tier.name)
                 tier.learn({"seconds_per_byte": seconds})
+
+
+def _learn(estimate: CostEstimate, time: TierTime) -> None:
+    (estimate.learn_lost if time.lost else estimate.learn)(time.num_bytes, time.seconds)

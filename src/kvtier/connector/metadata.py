@@ -74,6 +74,14 @@ class CachedRequest(NamedTuple):
     resumed: bool = False
 
 
+class BoundaryState(NamedTuple):
+    """A block of a state group that holds, after a step, the state after exactly `boundary` tokens."""
+
+    group: int
+    block_id: int
+    boundary: int
+
+
 @dataclass(slots=True)
 class StepView:
     """One engine step, as scheduled. The connector does not change it."""
@@ -92,6 +100,11 @@ class StepView:
     """Blocks allocated since the last step for requests that may never run with them."""
     copied_blocks: Sequence[tuple[int, int]] = ()
     """Pairs of a block and the block that it is copied to before the step runs."""
+    boundary_states: dict[ReqId, list[BoundaryState]] = field(default_factory=dict)
+    """The states that requests reach in this step, or reached before it, and that are worth keeping. Only
+    these are stored: a state group's table does not say which block holds which state. The blocks keep
+    their content until the end of the step; later they may be given to others.
+    """
 
 
 def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:

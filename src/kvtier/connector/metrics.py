@@ -6,11 +6,13 @@ Scheduler thread only; another thread that reads `ConnectorStats` may see old to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kvtier.config import format_size
 from kvtier.connector.audit import AuditJob, Audits
-from kvtier.connector.explain import Explanation
+from kvtier.connector.cost import CostModel
+from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob
 from kvtier.metrics import SECONDS, Histogram, Metric, MetricKind, Registry, Sample
 from kvtier.offload.base import OffloadingManager
@@ -18,25 +20,73 @@ from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.tiers.base import TierStats
 
-_COUNTERS = {
-    "loads": "Loads from the pool that are over.",
-    "loads_failed": "Loads that did not deliver everything, so that the engine recomputed it.",
-    "load_bytes": "Bytes loaded, over all ranks.",
-    "stores": "Stores to the pool that are over.",
-    "stores_failed": "Stores that did not deliver everything.",
-    "store_bytes": "Bytes stored, over all ranks.",
-    "waits": "Times that a request was asked to wait for a chunk on its way.",
-    "not_worth": "Times that computing was expected to be faster than a load.",
-    "flushes": "Stores that had to end before a step overwrote what they read.",
-    "expired": "Transfers that were given up because not every worker reported them.",
-    "audited_chunks": "Chunks that were computed although they were kept, and compared with what was kept.",
-    "audit_mismatches": "Chunks of them whose kept row was not the KV that was computed.",
-    "namespace_departures": "Times that audits made this process drop everything and leave its namespace.",
-    "asked_tokens": "Prompt tokens that the engine's own cache did not have.",
-    "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
-    "weight_changes": "Times that a worker has found other weights in memory than before.",
-}
-"""The totals of `ConnectorStats`."""
+
+def _total(text: str) -> Any:
+    """Return a field of `ConnectorStats`: a total, and the text of its metric."""
+    return field(default=0, metadata={"text": text})
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Totals since the start. Each is a metric, too."""
+
+    loads: int = _total("Loads from the pool that are over.")
+    loads_failed: int = _total("Loads that did not deliver everything, so that the engine recomputed it.")
+    load_bytes: int = _total("Bytes loaded, over all ranks.")
+    stores: int = _total("Stores to the pool that are over.")
+    stores_failed: int = _total("Stores that did not deliver everything.")
+    store_bytes: int = _total("Bytes stored, over all ranks.")
+    waits: int = _total("Times that a request was asked to wait for a chunk on its way.")
+    not_worth: int = _total("Times that computing was expected to be faster than a load.")
+    flushes: int = _total("Stores that had to end before a step overwrote what they read.")
+    expired: int = _total("Transfers that were given up because not every worker reported them.")
+    audited_chunks: int = _total(
+        "Chunks that were computed although they were kept, and compared with what was kept."
+    )
+    audit_mismatches: int = _total("Chunks of them whose kept row was not the KV that was computed.")
+    namespace_departures: int = _total(
+        "Times that audits made this process drop everything and leave its namespace."
+    )
+    asked_tokens: int = _total("Prompt tokens that the engine's own cache did not have.")
+    loaded_tokens: int = _total("Prompt tokens of them that were loaded instead of computed.")
+    weight_changes: int = _total("Times that a worker has found other weights in memory than before.")
+    saved_seconds: float = _total(
+        "Seconds of computing that loads have saved, estimated: less the seconds of the loads."
+    )
+
+    def count_load(self, job: LoadJob) -> None:
+        """Count a load that is over."""
+        self.loads += 1
+        self.loads_failed += bool(job.failed)
+        self.load_bytes += 0 if job.failed else job.num_bytes
+
+    def count_store(self, job: StoreJob) -> None:
+        """Count a store that is over."""
+        self.stores += 1
+        self.stores_failed += bool(job.failed)
+        self.store_bytes += 0 if job.failed else job.num_bytes
+
+    def count_audit(self, job: AuditJob, num_wrong: int) -> None:
+        """Count an audit that has compared all its chunks."""
+        self.audited_chunks += len(job.keys)
+        self.audit_mismatches += num_wrong
+
+    def count_tokens(self, explanation: Explanation | None, cost: CostModel) -> None:
+        """Count the tokens of a prompt by their source, once that is known, and the time that this saved.
+
+        A load that took longer than computing counts as no time saved: a counter never falls.
+        """
+        if explanation is not None:
+            loaded = sum(explanation.from_tiers.values())
+            self.asked_tokens += loaded + explanation.recomputed
+            self.loaded_tokens += loaded
+            compute = cost.compute_seconds(loaded)
+            if compute is not None and explanation.load_seconds is not None:
+                self.saved_seconds += max(0.0, compute - explanation.load_seconds)
+
+
+_COUNTERS = {total.name: total.metadata["text"] for total in fields(ConnectorStats)}
+_MISSES = {"misses": "Prompts by the reason why their first chunk that was computed was not loaded."}
 _POOL_COUNTERS = {
     "evictions": "Chunks that left the pool for others.",
     "refusals": "Chunks that were offered and not taken: offered too rarely, or there was no slot.",
@@ -83,7 +133,7 @@ _TIER_TIMES = {
 
 def _metrics() -> Iterator[Metric]:
     for names, kind, prefix in (
-        (_COUNTERS | _POOL_COUNTERS | _UNWRITTEN, MetricKind.COUNTER, ""),
+        (_COUNTERS | _MISSES | _POOL_COUNTERS | _UNWRITTEN, MetricKind.COUNTER, ""),
         (_POOL_GAUGES | _ENGINE_GAUGES | _AUDIT_GAUGES, MetricKind.GAUGE, ""),
         (_TRANSFER_TIMES, MetricKind.HISTOGRAM, ""),
         (_TIER_COUNTERS, MetricKind.COUNTER, "tier_"),
@@ -103,59 +153,15 @@ def is_of_tiers(metric: Metric) -> bool:
     return metric.name.startswith("tier_")
 
 
-@dataclass(slots=True)
-class ConnectorStats:
-    """Totals since the start."""
-
-    loads: int = 0
-    loads_failed: int = 0
-    load_bytes: int = 0
-    stores: int = 0
-    stores_failed: int = 0
-    store_bytes: int = 0
-    waits: int = 0
-    not_worth: int = 0
-    flushes: int = 0
-    expired: int = 0
-    """Transfers that were given up because not every rank reported them."""
-    audited_chunks: int = 0
-    audit_mismatches: int = 0
-    namespace_departures: int = 0
-    asked_tokens: int = 0
-    """Prompt tokens of requests that have run which the engine's own cache did not have."""
-    loaded_tokens: int = 0
-    """The part of `asked_tokens` that was loaded and need not be computed."""
-    weight_changes: int = 0
-    """Times that the engine found other weights in memory than before and dropped everything."""
-
-    def count_load(self, job: LoadJob) -> None:
-        """Count a load that is over."""
-        self.loads += 1
-        self.loads_failed += bool(job.failed)
-        self.load_bytes += 0 if job.failed else job.num_bytes
-
-    def count_store(self, job: StoreJob) -> None:
-        """Count a store that is over."""
-        self.stores += 1
-        self.stores_failed += bool(job.failed)
-        self.store_bytes += 0 if job.failed else job.num_bytes
-
-    def count_audit(self, job: AuditJob, num_wrong: int) -> None:
-        """Count an audit that has compared all its chunks."""
-        self.audited_chunks += len(job.keys)
-        self.audit_mismatches += num_wrong
-
-    def count_tokens(self, explanation: Explanation | None) -> None:
-        """Count the tokens of a prompt by their source, once that is known."""
-        if explanation is not None:
-            loaded = sum(explanation.from_tiers.values())
-            self.asked_tokens += loaded + explanation.recomputed
-            self.loaded_tokens += loaded
+def label_names(metric: Metric) -> list[str]:
+    """Return the names of a metric's labels: `tier`, `reason` or none."""
+    return ["tier"] if is_of_tiers(metric) else ["reason"] if metric.name in _MISSES else []
 
 
 def make_registry(
     stats: ConnectorStats,
     times: TransferTimes,
+    explainer: Explainer,
     manager: OffloadingManager,
     audits: Audits,
     row_bytes: int,
@@ -170,7 +176,11 @@ def make_registry(
         samples["stale_blocks"] = [({}, len(stale_blocks))]
         return samples | {"load_seconds": [({}, times.loads)], "store_seconds": [({}, times.stores)]}
 
+    def read_misses() -> dict[str, list[Sample]]:
+        return {"misses": [({"reason": reason.value}, count) for reason, count in explainer.misses.items()]}
+
     registry.add(_named(_COUNTERS, _ENGINE_GAUGES, _TRANSFER_TIMES), read_connector)
+    registry.add(_named(_MISSES), read_misses)
     if isinstance(manager, CPUOffloadingManager | TieredOffloadingManager):
         _add_pool(registry, manager, row_bytes)
     if isinstance(manager, TieredOffloadingManager):

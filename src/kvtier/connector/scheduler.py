@@ -40,7 +40,7 @@ from kvtier.connector.jobs import (
     plan_store,
     reordered,
 )
-from kvtier.connector.load_decision import LoadAction, LoadDecision, PromotionDecision
+from kvtier.connector.load_decision import LoadDecision, PromotionDecision
 from kvtier.connector.metadata import (
     BlockIds,
     CachedRequest,
@@ -119,14 +119,20 @@ class OffloadingConnectorScheduler:
         )
         self._load_failures = LoadFailures()
         self._audits = Audits(spec.config, self._geometry, self.manager)
+        self._explainer = Explainer(self.manager, self._geometry)
         self.metrics = make_registry(
-            self.stats, self.times, self.manager, self._audits, spec.config.row_bytes, self._blocks.stale
+            self.stats,
+            self.times,
+            self._explainer,
+            self.manager,
+            self._audits,
+            spec.config.row_bytes,
+            self._blocks.stale,
         )
         self._timer = StepTimer()
         self._planned_loads: list[LoadJob] = []
         self._to_hold: set[ReqId] = set()  # requests that have finished while stores read their blocks
         self._ended = KVConnectorOutput()  # the requests whose transfers ended since the last output
-        self._explainer = Explainer(self.manager)
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
         self._events_to_take: list[KVCacheEvent] = []
@@ -134,7 +140,7 @@ class OffloadingConnectorScheduler:
         self._describe = describe
         if self._tiered is not None:
             self._describe_to_tiers(self._tiered)
-        self._recompute = Recompute.ALL if self._geometry.windowed else spec.config.recompute
+        self._recompute = Recompute.ALL if self._geometry.sparse else spec.config.recompute
 
     def _describe_to_tiers(self, manager: TieredOffloadingManager) -> None:
         if self._tracker.enabled:
@@ -167,25 +173,22 @@ class OffloadingConnectorScheduler:
         if state.load_job is not None:
             return None, False
         state.start_over(num_computed_tokens, self._blocks.epoch)
-        if not state.may_load:
+        if not state.may_load or not self._geometry.may_load_after(num_computed_tokens):
             return 0, False
-        limit = request.num_tokens
+        limit = longest = self._geometry.longest_load(request.num_tokens)
         for most in (max_num_new_tokens, state.load_limit):
             if most is not None:
                 limit = min(limit, num_computed_tokens + most)
-        action, match = self._load_decision.decide(state, limit)
-        if action is LoadAction.WAIT:
+        end, match = self._load_decision.decide(state, limit)
+        if end is None:
             self.stats.waits += 1
             return None, False
-        end = match.end if action is LoadAction.LOAD else state.local
         self.stats.not_worth += end < match.end
         if end > state.local:
             end = self._audits.choose_end(state, end)
             if state.audit and self._promotion is not None:
                 state.audit_sources = self._promotion.sources(state)
-        limited = (
-            limit < request.num_tokens and self._geometry.next_chunk_end(match.reach) <= request.num_tokens
-        )
+        limited = limit < longest and self._geometry.next_chunk_end(match.reach) <= longest
         self._explainer.explain_match(state, match, end, limited=limited)
         # The last token is always computed.
         self._prefill.put(req_id, max(1, request.num_tokens - end))
@@ -268,38 +271,50 @@ class OffloadingConnectorScheduler:
 
         Most requests of most steps complete none.
         """
-        blocks = self._blocks
+        blocks, states = self._blocks, step.boundary_states
         ended = [
             request
             for request in step.ended
             if (state := self._requests.get(request.req_id)) is not None and blocks.still_has_all(state)
         ]
         requests: list[NewRequest | CachedRequest] = [*step.new, *step.cached, *ended]
+        if states:  # a request need not run in the step in which its states are offered
+            known = {request.req_id for request in [*requests, *step.ended]}
+            requests += [
+                CachedRequest(req_id, None, max(offer.boundary for offer in offers))
+                for req_id, offers in states.items()
+                if offers and req_id not in known
+            ]
         for request in requests:
-            state = self._requests.get(request.req_id)
+            state, offers = self._requests.get(request.req_id), states.get(request.req_id, ())
             available = request.num_computed_tokens + step.num_scheduled_tokens.get(request.req_id, 0)
-            if state is None or available < state.next_offer or blocks.step < state.retry_store_at:
+            if state is None:
+                continue
+            if not offers and (available < state.next_offer or blocks.step < state.retry_store_at):
                 continue
             state.extend_keys()
-            self.stats.count_tokens(self._explainer.explain_run(state))
+            self.stats.count_tokens(self._explainer.explain_run(state), self.cost)
             if state.epoch != blocks.epoch:
                 continue  # its blocks, or the KV they were computed from, are older than the last reset
-            available = self._geometry.num_final(min(available, state.view.num_tokens))
+            available = min(available, state.view.num_tokens)
+            if self._geometry.states:
+                state.take_boundary_states(offers, self._store_limit(state, available))
+            available = self._geometry.num_final(available)
             state.next_offer = self._geometry.next_chunk_end(available)
             if state.audit:
                 audit = self._audits.plan(state, available, blocks.handed_out_at)
                 if audit is not None:
                     self._start(audit)
                     yield audit
-            limits = (
-                available,
-                state.view.num_prompt_tokens if self._settings.prompt_only else None,
-                state.store_limit,
-            )
-            limit = min(limit for limit in limits if limit is not None)
+            limit = self._store_limit(state, available)
             wanted = chunks_to_store(self._geometry, state, limit, blocks.handed_out_at)
             if any(wanted) and (store := self._start_store(state, wanted)) is not None:
                 yield store
+
+    def _store_limit(self, state: RequestState, available: int) -> int:
+        """Return how many of the `available` leading tokens of a request may be stored."""
+        prompt = state.view.num_prompt_tokens if self._settings.prompt_only else None
+        return min(limit for limit in (available, prompt, state.store_limit) if limit is not None)
 
     def _start_store(self, state: RequestState, wanted: list[dict[OffloadKey, int]]) -> StoreJob | None:
         output = self.manager.prepare_store(state.head_to_tail(wanted), state.context)
@@ -348,7 +363,7 @@ class OffloadingConnectorScheduler:
         if self._completed:
             self._translate_events()
             # A chunk not announced by now has failed or was removed; another store may already store it.
-            self._tracker.drop(key for key in self._completed if not self._jobs.is_storing(key))
+            self._tracker.drop(set(self._completed) - self._jobs.storing())
             self._completed = []
         ended, self._ended = self._ended, KVConnectorOutput()
         connector_output.finished_recving = ended.finished_recving
@@ -415,7 +430,8 @@ class OffloadingConnectorScheduler:
             self._end_load(job)
             return
         # Another running store already stores the other chunks again.
-        own = [key for key in job.keys if not self._jobs.is_storing(key)]
+        storing = self._jobs.storing()
+        own = [key for key in job.keys if key not in storing]
         if job.epoch == self._blocks.epoch:
             self.manager.discard(own, MissReason.IO_FAILED)
             self._tracker.drop(own)
@@ -443,7 +459,8 @@ class OffloadingConnectorScheduler:
                 self.manager.discard(failing, MissReason.IO_FAILED)
         if state.finished:
             return
-        self.stats.count_tokens(self._explainer.explain_load(state, job, self._recompute, now - job.started))
+        explanation = self._explainer.explain_load(state, job, self._recompute, now - job.started)
+        self.stats.count_tokens(explanation, self.cost)
         if job.failed:
             state.may_load, state.next_offer = False, 0
             for group in state.groups:

@@ -7,9 +7,13 @@ Chunk arithmetic lives here too. All ranges are half-open; for one group, in tok
       on the GPU         to be loaded         to be computed
 
 A windowed group needs only `[max(local, end - window), end)` of the middle part. The token computed next
-looks no further back; it is at `end`, or at `end - 1` if everything was loaded. Where groups have blocks of
-different sizes, an end may lie inside a chunk of some group. That whole chunk is needed, and its tokens
-beyond the end are computed again in its place. Scheduler thread only.
+looks no further back; it is at `end`, or at `end - 1` if everything was loaded. A chunked-local group needs
+the tokens since the last multiple of its chunk size. A state group needs one block, the one that ends at
+`end`: it stands for all tokens before. Such an `end` is a multiple of the group's chunks, and never the
+request's last token, which would enter the state a second time when it is computed.
+
+Where groups have blocks of different sizes, an end may lie inside a chunk of some group. That whole chunk is
+needed, and its tokens beyond the end are computed again in its place. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -18,11 +22,18 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from kvtier.config import OffloadingConfig
-from kvtier.connector.metadata import BlockIds, ReqId, RequestView, StepView, yield_req_data
+from kvtier.connector.metadata import (
+    BlockIds,
+    BoundaryState,
+    ReqId,
+    RequestView,
+    StepView,
+    yield_req_data,
+)
 from kvtier.errors import LogLimit, show_value
 from kvtier.keys import OffloadKey, make_offload_keys
 from kvtier.offload.base import ReqContext
@@ -40,16 +51,27 @@ class GroupGeometry:
     block_size: int
     blocks_per_chunk: int
     hashes_per_chunk: int
-    window: int | None
+    window: int | None = None
+    attention_chunk: int | None = None
+    is_state: bool = False
 
     @property
     def chunk_size(self) -> int:
         """Tokens of one chunk."""
         return self.block_size * self.blocks_per_chunk
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a token sees only some of the tokens before it, so that requests drop blocks."""
+        return self.window is not None or self.attention_chunk is not None
+
     def first_needed(self, local: int, end: int) -> int:
-        """Return the first token that must be loaded so that computing can go on at `end`."""
-        return local if self.window is None else max(local, end - self.window)
+        """Return the first token that must be loaded so that computing can go on at `end` or `end - 1`."""
+        if self.window is not None:
+            return max(local, end - self.window)
+        if self.attention_chunk is not None:
+            return max(local, (end - 1) // self.attention_chunk * self.attention_chunk)
+        return max(local, end - self.block_size) if self.is_state else local
 
 
 class ChunkGeometry:
@@ -65,27 +87,49 @@ class ChunkGeometry:
                 per_chunk,
                 group.block_size * per_chunk // config.hash_block_size,
                 group.sliding_window,
+                group.attention_chunk_size,
+                group.is_state,
             )
             for index, group in enumerate(config.groups)
         )
-        self.full = tuple(group for group in self.groups if group.window is None)
-        self.windowed = tuple(group for group in self.groups if group.window is not None)
-        self.main_group = (self.full or self.windowed)[0].index
+        self.windowed = tuple(group for group in self.groups if group.is_windowed)
+        self.states = tuple(group for group in self.groups if group.is_state)
+        self.sparse = self.windowed + self.states
+        """The groups of which a load needs only the last part."""
+        self.full = tuple(group for group in self.groups if group not in self.sparse)
+        self.main_group = (self.full or self.sparse)[0].index
         """The group whose chunks decide how many tokens count for each tier."""
-        self.alignment = self._find_alignment()
-        """Loads end at multiples of this many tokens."""
+        attention = self._find_attention_alignment()
+        self.alignment = lcm(attention, *(group.chunk_size for group in self.states))
+        """Loads end at multiples of this many tokens. A state exists only at the end of its chunks."""
+        covers = self.lookahead and self.states != self.groups
+        self.reach_alignment = attention if covers else self.alignment
+        """The chunks that are looked for end at multiples of this many tokens. With a lookahead, attention's
+        chunks beyond the last state count too.
+        """
         self._block_bytes = tuple(map(config.bytes_of_all_ranks, range(len(config.groups))))
 
-    def _find_alignment(self) -> int:
-        """Return the number of tokens between two possible ends of a load.
+    def _find_attention_alignment(self) -> int:
+        """Return the number of tokens between two possible ends of a load, if there were no states.
 
         It divides the size of every full-attention chunk, since a prefix may end at any of those. A windowed
         chunk size that divides this number does not lower it, so that windowed chunks beyond the window of
         every end need not be stored. Any other windowed chunk is in the window of some end anyway.
         """
         windowed = [group.chunk_size for group in self.windowed]
-        coarse = gcd(*(group.chunk_size for group in self.full)) or max(windowed)
+        coarse = gcd(*(group.chunk_size for group in self.full)) or max(windowed, default=1)
         return gcd(coarse, *(size for size in windowed if coarse % size))
+
+    def may_load_after(self, local: int) -> bool:
+        """Return whether a load can begin at token `local`: not inside a block."""
+        return all(local % group.block_size == 0 for group in self.groups)
+
+    def longest_load(self, num_tokens: int) -> int:
+        """Return how many leading tokens of a request may be loaded.
+
+        The last token is computed in any case. A state that has seen it already would see it twice.
+        """
+        return num_tokens - bool(self.states)
 
     def next_chunk_end(self, num_tokens: int) -> int:
         """Return the smallest number above `num_tokens` that completes a chunk of some group."""
@@ -104,7 +148,7 @@ class ChunkGeometry:
         A windowed group needs it only if it is in the window of the first end beyond its start.
         """
         start, stop = chunk * group.chunk_size, (chunk + 1) * group.chunk_size
-        return group.first_needed(0, (start // self.alignment + 1) * self.alignment) < stop
+        return group.first_needed(0, (start // self.reach_alignment + 1) * self.reach_alignment) < stop
 
     def load_bytes(self, local: int, end: int) -> int:
         """Estimate the bytes of all ranks that a load of `[local, end)` moves."""
@@ -123,6 +167,11 @@ class GroupState:
     """The keys of all complete chunks whose tokens are known; the list only grows."""
     block_ids: list[int] = field(default_factory=list)
     """The blocks that the request was given, by position; `NULL_BLOCK` where there is none."""
+    boundary_blocks: dict[int, int] = field(default_factory=dict)
+    """Of a state group, the blocks that hold states in this step, by chunk.
+
+    The block table of such a group says only where a load goes: the engine moves states within it.
+    """
     given_at: list[int] = field(default_factory=list)
     """Of a windowed group, the step in which each block was given.
 
@@ -146,7 +195,7 @@ class GroupState:
     def give(self, block_ids: list[int], step: int) -> None:
         """Add blocks that the request got in a step."""
         self.block_ids += block_ids
-        if self.geometry.window is not None:
+        if self.geometry.is_windowed:
             self.given_at += [step] * len(block_ids)
 
     def take_all(self) -> None:
@@ -158,16 +207,16 @@ class GroupState:
         blocks = len(self.block_ids) // self.geometry.blocks_per_chunk
         return min(num_tokens // self.geometry.chunk_size, len(self.keys), blocks)
 
-    def chunk_blocks(self, chunk: int) -> list[int]:
-        """Return the block ids of a chunk; fewer if not all its blocks have been given yet."""
-        start = chunk * self.geometry.blocks_per_chunk
-        return self.block_ids[start : start + self.geometry.blocks_per_chunk]
-
     def blocks_of(self, chunks: list[int]) -> list[int]:
-        """Return the block ids of chunks, one after the other."""
-        if self.geometry.blocks_per_chunk == 1:
+        """Return the block ids of chunks, one after the other. A state is the last block of its chunk."""
+        per_chunk = self.geometry.blocks_per_chunk
+        if self.geometry.is_state:
+            nothing = [NULL_BLOCK] * (per_chunk - 1)
+            return [block_id for chunk in chunks for block_id in (*nothing, self.boundary_blocks[chunk])]
+        if per_chunk == 1:
             return [self.block_ids[chunk] for chunk in chunks]
-        return [block_id for chunk in chunks for block_id in self.chunk_blocks(chunk)]
+        starts = [chunk * per_chunk for chunk in chunks]
+        return [block_id for start in starts for block_id in self.block_ids[start : start + per_chunk]]
 
     def still_has(self, chunk: int, allocated_at: Mapping[int, int]) -> bool:
         """Return whether the request still has all blocks of a windowed group's chunk.
@@ -232,6 +281,19 @@ class RequestState:
         """Return the blocks that held tokens of the request when the engine last asked."""
         for group in self.groups:
             yield from group.block_ids[: -(-self.local // group.geometry.block_size)]
+
+    def take_boundary_states(self, offers: Iterable[BoundaryState], limit: int) -> None:
+        """Take in the states that the request reaches in this step, up to token `limit`.
+
+        A state at another boundary than the end of a chunk cannot be found, and is left out.
+        """
+        for group in self.groups:
+            group.boundary_blocks = {}
+        for index, block_id, boundary in offers:
+            group = self.groups[index]
+            chunk, rest = divmod(boundary, group.geometry.chunk_size)
+            if rest == 0 and block_id != NULL_BLOCK and 0 < boundary <= limit:
+                group.boundary_blocks[chunk - 1] = block_id
 
     def extend_keys(self) -> None:
         """Add the keys of chunks that the request's new hashes complete."""
@@ -310,6 +372,7 @@ class EngineBlocks:
         starting = {new.req_id: new.num_computed_tokens for new in step.new}
         starting |= {cached.req_id: cached.num_computed_tokens for cached in step.cached if cached.resumed}
         stale_copies = {copy for block, copy in step.copied_blocks if block in self.stale}
+        self.handed_out.update(copy for _, copy in step.copied_blocks)
         for req_id, block_ids, _ in yield_req_data(step):
             if not block_ids:
                 continue
@@ -323,7 +386,8 @@ class EngineBlocks:
             for group, ids in zip(state.groups if state else (), block_ids, strict=False):
                 if req_id in starting:
                     group.take_all()
-                group.give(ids, self.step)
+                if req_id in starting or not group.geometry.is_state:
+                    group.give(ids, self.step)
         self._hand_out(step.speculative_blocks, None)
         self.handed_out.discard(NULL_BLOCK)
         if self._geometry.windowed:
@@ -350,8 +414,12 @@ class EngineBlocks:
             logger.info("the engine has handed out anew all blocks with KV of before the last reset")
 
     def still_has_all(self, state: RequestState) -> bool:
-        """Return whether no block of a request was handed out to another request since the last step."""
-        return all(self.handed_out.isdisjoint(group.block_ids) for group in state.groups)
+        """Return whether no block of a request was handed out to another request since the last step.
+
+        States do not count: they are stored in the step that reaches them.
+        """
+        groups = (group for group in state.groups if not group.geometry.is_state)
+        return all(self.handed_out.isdisjoint(group.block_ids) for group in groups)
 
     def reset(self, kept: Iterable[int] | None) -> None:
         """Begin a new epoch, in which the `kept` blocks are stale; `None` means those that were before."""

@@ -73,6 +73,25 @@ class _WorkerJob:
         return end
 
 
+class _NoHandler(OffloadingHandler):
+    """Takes no job: the engine has unmapped its KV tensors."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        return False
+
+    def get_finished(self) -> list[TransferResult]:
+        return []
+
+    def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
+        return True
+
+    def cancel(self, job_ids: set[int]) -> None:
+        return
+
+    def shutdown(self) -> None:
+        return
+
+
 class OffloadingConnectorWorker:
     """The worker's half of the connector. It moves the bytes of one rank."""
 
@@ -111,18 +130,40 @@ class OffloadingConnectorWorker:
             self._handlers[stores] = auditing
             self._handlers[GPULoadStoreSpec.medium(), AuditLoadStoreSpec.medium()] = auditing
 
+    def unregister_kv_caches(self) -> None:
+        """End all transfers and give up the handlers, before the engine unmaps its KV tensors. Idempotent.
+
+        The results are part of the next output; a job without a result has failed, and so has one that is
+        ordered before `register_kv_caches` makes new handlers. The pool keeps its rows.
+        """
+        for handler in set(self._handlers.values()):
+            handler.shutdown()
+        self._output = self.take_output()
+        for job in self._jobs.values():
+            job.is_refused = True
+        self._output = self.take_output()
+        self._handlers = dict.fromkeys(self._handlers, _NoHandler())
+
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Make sure that no running store reads a block that this step gives to another request."""
+        """Make sure that no running store reads a block that this step gives to another request.
+
+        If the engine may have written such a block by now (`writes_before_fence`), a store that was not
+        reported before counts as failed.
+        """
         if not metadata.jobs_to_flush:
             return
+        is_late = self.spec.config.writes_before_fence
         for handler in set(self._handlers.values()):
             jobs = {
-                job_id
+                job_id: job
                 for job_id in metadata.jobs_to_flush
                 if (job := self._jobs.get(job_id)) is not None and job.handler is handler
             }
-            if jobs and not handler.wait(jobs, _FLUSH_SECONDS):
-                handler.cancel(jobs)
+            if is_late:
+                for job in jobs.values():
+                    job.is_void = True
+            if jobs and (is_late or not handler.wait(set(jobs), _FLUSH_SECONDS)):
+                handler.cancel(set(jobs))
 
     def start_load_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """End the jobs that are to end, and start this step's loads."""
@@ -317,7 +358,7 @@ def _checked(job: _WorkerJob, result: TransferResult) -> TransferResult:
     """Return a result, as a failure of all blocks if it contradicts itself or the job is void."""
     blocks = result.failed_blocks
     if job.is_void:
-        return result._replace(success=False, failed_blocks=None)
+        return result._replace(success=False, failed_blocks=None, corrupt=False)
     if blocks is None:
         return result
     is_right = isinstance(blocks, tuple) and bool(blocks) is not bool(result.success)
