@@ -9,17 +9,21 @@ from random import Random
 from typing import Any
 
 from kvtier.engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from kvtier.engine.config import STATE, LayerKind
 from kvtier.testing.toy_model import ToyModel
 
-ONE_GROUP: tuple[int | None, ...] = (None, None)
-TWO_GROUPS: tuple[int | None, ...] = (None, 20, None, 20)
+ONE_GROUP: tuple[LayerKind, ...] = (None, None)
+TWO_GROUPS: tuple[LayerKind, ...] = (None, 20, None, 20)
+STATES: tuple[LayerKind, ...] = (None, STATE, STATE)
+"""Full attention, and two groups of states."""
+ALL_KINDS: tuple[LayerKind, ...] = (STATE, 20, None, STATE)
 PATIENCE = 60.0
 
 
-def toy_engine(windows: Sequence[int | None] = ONE_GROUP, **settings: Any) -> Engine:
+def toy_engine(layers: Sequence[LayerKind] = ONE_GROUP, **settings: Any) -> Engine:
     """Make an engine over the toy model, small unless told otherwise."""
     defaults = {"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16, "kv_events": True}
-    return Engine(ToyModel(windows), EngineConfig(**defaults | settings))
+    return Engine(ToyModel(layers), EngineConfig(**defaults | settings))
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

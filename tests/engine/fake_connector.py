@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtier.connector import BlockIds, KVConnectorOutput, StepView
+from kvtier.connector.metadata import BoundaryState
 from kvtier.engine import Engine
 from kvtier.engine.request import Request
 from kvtier.keys import BlockHash
@@ -75,7 +76,10 @@ class FakeConnector:
         size, hashes = self.engine.config.block_size, request.block_hashes
         if request.request_id in self._never:
             return 0, False
-        for end in range(len(hashes), local // size, -1):
+        # A state contains all tokens up to its boundary, and the last token must be computed.
+        has_states = any(group.is_state for group in self.engine.groups)
+        last = (request.num_tokens - 1) // size if has_states else len(hashes)
+        for end in range(last, local // size, -1):
             if all(
                 (hashes[i], g) in self.rows
                 for g in self._groups()
@@ -121,15 +125,17 @@ class FakeConnector:
             self._tables[cached.req_id] = joined
         computed = {r.req_id: r.num_computed_tokens for r in (*view.new, *view.cached)}
         for req_id, scheduled in view.num_scheduled_tokens.items():
-            self._plan_store(req_id, (computed[req_id] + scheduled) // self._size)
+            stop = (computed[req_id] + scheduled) // self._size
+            self._plan_store(req_id, stop, view.boundary_states.get(req_id, []))
 
-    def _plan_store(self, req_id: str, stop: int) -> None:
+    def _plan_store(self, req_id: str, stop: int, states: list[BoundaryState]) -> None:
         start, request = self._stored[req_id], self._requests[req_id]
+        blocks = [(g, i, self._tables[req_id][g][i]) for g in self._positional() for i in range(start, stop)]
+        blocks += [(state.group, state.boundary // self._size - 1, state.block_id) for state in states]
         moves = [
-            ((request.block_hashes[i], g), self._tables[req_id][g][i], i)
-            for g in self._groups()
-            for i in range(start, stop)
-            if self._tables[req_id][g][i] != 0 and (request.block_hashes[i], g) not in self.rows
+            ((request.block_hashes[i], g), block, i)
+            for g, i, block in blocks
+            if block != 0 and (request.block_hashes[i], g) not in self.rows
         ]
         self._stored[req_id] = max(start, stop)
         if moves:
@@ -206,14 +212,18 @@ class FakeConnector:
     def _groups(self) -> range:
         return range(len(self.engine.groups))
 
+    def _positional(self) -> list[int]:
+        """Return the groups whose blocks are stored from the table."""
+        return [index for index, group in enumerate(self.engine.groups) if not group.is_state]
+
     def _first(self, group: int, local: int, end: int) -> int:
-        window = self.engine.groups[group].sliding_window
-        return local // self._size if window is None else max(local, end * self._size - window) // self._size
+        span = self.engine.groups[group].span
+        return local // self._size if span is None else max(local, end * self._size - span) // self._size
 
     def _pages(self, group: int, block_id: int) -> list[Tensor]:
         caches = [self.engine.kv_caches[name] for name in self.engine.groups[group].layer_names]
-        axis = 0 if self.engine.config.kv_layout == "blocks_first" else 1
-        return [cache.select(axis, block_id) for cache in caches]
+        is_kv_first = self.engine.config.kv_layout == "kv_first" and not self.engine.groups[group].is_state
+        return [cache.select(int(is_kv_first), block_id) for cache in caches]
 
     def _end(self, which: Callable[[Transfer], bool]) -> set[str]:
         """Carry out transfers; return the requests whose load is over."""

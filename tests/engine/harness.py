@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtier.engine.cache import CacheGroup
 from kvtier.engine.config import ModelConfig
-from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
+from kvtier.engine.model import STATE_DTYPE, Decoder, ForwardBatch, SequenceSlice, state_shape
 from kvtier.engine.weights import random_weights
 
 torch.set_num_threads(1)  # on a busy machine threads wait for each other far longer than these tensors take
@@ -53,7 +54,7 @@ class Sequence:
 class Paged:
     """A decoder and its caches.
 
-    Layers with the same window form a group; a block that a window has left is reused.
+    Layers of the same kind form a group; a block that a window has left is reused.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Paged:
         weights: dict[str, Tensor] | None = None,
         *,
         block_size: int = 4,
-        num_blocks: int = 96,
+        num_blocks: int = 192,
         kv_first: bool = False,
         dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
@@ -74,18 +75,21 @@ class Paged:
             compute_dtype=compute_dtype,
         )
         self.config, self.block_size = config, block_size
-        self.windows = list(dict.fromkeys(config.sliding_windows))
-        self.group_of_layer = [self.windows.index(window) for window in config.sliding_windows]
+        self.groups = [CacheGroup((), kind) for kind in dict.fromkeys(config.layer_kinds)]
+        self.group_of_layer = [self.groups.index(CacheGroup((), kind)) for kind in config.layer_kinds]
         shape = (2, num_blocks) if kv_first else (num_blocks, 2)
         page = (block_size, config.num_kv_heads, config.head_dim)
         self.caches = {
-            name: torch.full((*shape, *page), torch.nan, dtype=dtype) for name in config.layer_names
+            name: torch.full((num_blocks, *state_shape(config)), torch.nan, dtype=STATE_DTYPE)
+            if self.groups[group].is_state
+            else torch.full((*shape, *page), torch.nan, dtype=dtype)
+            for name, group in zip(config.layer_names, self.group_of_layer, strict=True)
         }
         self.free = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(7)) + 1).tolist()
 
     def add(self, tokens: list[int]) -> Sequence:
         """Start a sequence that holds no blocks yet."""
-        return Sequence(tokens, [[] for _ in self.windows])
+        return Sequence(tokens, [[] for _ in self.groups])
 
     def rows(self, *steps: tuple[Sequence, int]) -> list[Tensor]:
         """Compute the next `n` tokens of each sequence in one pass and return the logits of all
@@ -105,11 +109,11 @@ class Paged:
         """Allocate blocks for the steps and flatten them."""
         tokens: list[int] = []
         positions: list[int] = []
-        places: list[list[int]] = [[] for _ in self.windows]
+        places: list[list[int]] = [[] for _ in self.groups]
         slices = []
         for sequence, count in steps:
             new = range(sequence.computed, sequence.computed + count)
-            tables = [self._grow(sequence, group, new) for group in range(len(self.windows))]
+            tables = [self._grow(sequence, group, new) for group in range(len(self.groups))]
             start = len(tokens)
             tokens += [sequence.tokens[i] for i in new]
             positions += new
@@ -125,11 +129,10 @@ class Paged:
 
     def _grow(self, sequence: Sequence, group: int, new: range) -> Tensor:
         """Give a table blocks up to its last new token and take those that no row can see any more."""
-        table, window = sequence.tables[group], self.windows[group]
+        table = sequence.tables[group]
         while len(table) * self.block_size < new.stop:
             table.append(self.free.pop())
-        left = 0 if window is None else max(0, new.start - window + 1) // self.block_size
-        for i in range(left):
+        for i in range(self.groups[group].first_needed(new.start) // self.block_size):
             if table[i] != NULL_BLOCK:
                 self._release(group, table[i])
                 table[i] = NULL_BLOCK
@@ -139,5 +142,6 @@ class Paged:
         layers = zip(self.config.layer_names, self.group_of_layer, strict=True)
         for name in (name for name, layer_group in layers if layer_group == group):
             cache = self.caches[name]
-            (cache[block] if cache.shape[1] == 2 else cache[:, block]).fill_(torch.nan)
+            is_kv_first = cache.ndim == 5 and cache.shape[1] != 2
+            (cache[:, block] if is_kv_first else cache[block]).fill_(torch.nan)
         self.free.insert(0, block)

@@ -18,6 +18,10 @@ from kvtier.engine.model import Decoder
 from kvtier.engine.weights import random_weights
 
 BLOCK = 8
+STATES = {
+    "model_type": "gated_linear",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 
 
 def make_engine(
@@ -64,8 +68,20 @@ def ask(engine: Engine, rng: Random, texts: list[list[int]]) -> None:
         ({"dtype": "bfloat16"}, {}, {"num_hidden_layers": 16}),
         ({"dtype": "bfloat16"}, {}, {"model_type": "mistral", "sliding_window": 24}),
         ({"dtype": "bfloat16", "compute_dtype": "float32"}, {"cpu": {"capacity": "192KiB"}}, {}),
+        ({}, {}, STATES),
+        ({"dtype": "bfloat16", "state_interval": 4 * BLOCK}, {"blocks_per_chunk": 2}, STATES),
     ],
-    ids=["float32", "bfloat16", "chunks of two", "kv first", "16 layers", "windows", "small pool"],
+    ids=[
+        "float32",
+        "bfloat16",
+        "chunks of two",
+        "kv first",
+        "16 layers",
+        "windows",
+        "small pool",
+        "states",
+        "states, few",
+    ],
 )
 def test_rows_of_the_same_kv_pass(
     fields: dict[str, Any], settings: dict[str, Any], model: dict[str, Any]

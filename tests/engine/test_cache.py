@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.engine.cache import BlockTable, CacheGroup, KVCache, group_layers
+from kvtier.engine.config import STATE
 from kvtier.engine.request import Request
 from kvtier.engine.sampling import SamplingParams
 from kvtier.errors import IntegrityError
@@ -19,6 +20,7 @@ from kvtier.transfer.base import NULL_BLOCK
 
 SIZE = 4
 FULL = CacheGroup(("full",))
+STATES = CacheGroup(("states",), STATE)
 
 
 def windowed(window: int) -> CacheGroup:
@@ -59,6 +61,19 @@ def test_layers_are_grouped_by_window() -> None:
     groups = group_layers(["a", "b", "c", "d"], [8, None, 8, None])
     assert groups == (CacheGroup(("a", "c"), 8), CacheGroup(("b", "d"), None))
     assert group_layers(["a", "b"], [None, None]) == (CacheGroup(("a", "b"), None),)
+
+
+def test_state_layers_make_groups_no_larger_than_the_smallest_other() -> None:
+    states = [CacheGroup(("a", "b"), STATE), CacheGroup(("d",), STATE)]
+    assert group_layers("abcdef", [STATE, STATE, 8, STATE, None, None]) == (
+        CacheGroup(("a",), STATE),
+        CacheGroup(("b",), STATE),
+        CacheGroup(("d",), STATE),
+        CacheGroup(("c",), 8),
+        CacheGroup(("e", "f")),
+    )
+    assert group_layers("abcde", [STATE, STATE, None, STATE, None]) == (*states, CacheGroup(("c", "e")))
+    assert group_layers("ab", [STATE, STATE]) == (CacheGroup(("a", "b"), STATE),)
 
 
 def test_a_hit_shares_blocks_and_never_covers_the_last_token() -> None:
@@ -152,6 +167,56 @@ def test_a_windowed_hit_needs_only_the_window() -> None:
     cache.check([taken.table, again.table])
 
 
+def test_a_hit_of_states_needs_only_the_state_at_its_end() -> None:
+    cache = make(FULL, STATES, num_blocks=32)
+    old = compute(cache, request(range(17)))
+    blocks = list(row(old, 1))
+    assert cache.extend(old.table, 17, 18) is not None
+    assert row(old, 1) == [NULL_BLOCK] * 4 + blocks[4:], "the block of the token before is needed"
+    cache.release(old.table)
+    again = request(range(15))
+    assert cache.find_prefix(again) == 12
+    again.table = cache.open(again, 12, 12)
+    assert row(again, 1) == [NULL_BLOCK, NULL_BLOCK, blocks[2]]
+    assert cache.extend(again.table, 12, 15) is not None
+    assert row(again, 1)[:3] == [NULL_BLOCK, NULL_BLOCK, blocks[2]]
+    assert row(again, 1)[3] not in blocks[:3], "a full block is never written again"
+    del cache._found_by[cache._blocks[blocks[1]].key]  # type: ignore[arg-type]
+    cache._blocks[blocks[1]].key = None
+    assert cache.find_prefix(request(range(11))) == 4
+    assert cache.find_prefix(request(range(13))) == 12
+    cache.check([again.table])
+
+
+def test_a_load_with_states_fills_the_state_at_its_end() -> None:
+    cache = make(FULL, STATES)
+    wanted = request(range(16))
+    table = cache.open(wanted, 0, 12)
+    assert [block == NULL_BLOCK for block in table.rows[1]] == [True, True, False]
+    assert NULL_BLOCK not in table.rows[0]
+
+
+@pytest.mark.parametrize(
+    ("interval", "kept"), [(None, [1, 2, 3, 4, 5]), (0, [3]), (SIZE, [1, 2, 3, 4, 5]), (2 * SIZE, [2, 3, 4])]
+)
+def test_states_that_are_not_kept_cannot_be_found(interval: int | None, kept: list[int]) -> None:
+    """The prompt ends with the fourth block: the same prompt would begin to compute after the third."""
+    cache = make(FULL, STATES, num_blocks=32, state_interval=interval)
+    wanted = request(range(16))
+    wanted.tokens += range(16, 21)
+    compute(cache, wanted)
+    states = cache.boundary_states(wanted, 0, 21)
+    assert [state.boundary for state in states] == [i * SIZE for i in kept]
+    assert [state.block_id for state in states] == [row(wanted, 1)[i - 1] for i in kept]
+    hashes = wanted.block_hashes
+    assert [i + 1 for i in range(5) if (hashes[i], 1) in cache._found_by] == kept
+    assert all((hashes[i], 0) in cache._found_by for i in range(5))
+    assert cache.find_prefix(request(range(21))) == max(kept) * SIZE
+    (*_, told) = cache.take_events()
+    assert isinstance(told, BlockStored)
+    assert (told.kv_cache_spec_kind, told.kv_cache_spec_sliding_window) == ("mamba", None)
+
+
 def test_room_for_loads_is_null_where_the_window_never_looks() -> None:
     cache = make(FULL, windowed(6))
     wanted = request(range(16))
@@ -164,7 +229,15 @@ def test_room_for_loads_is_null_where_the_window_never_looks() -> None:
 
 
 @pytest.mark.parametrize(
-    "groups", [(FULL,), (windowed(6),), (FULL, windowed(6)), (windowed(3), FULL, windowed(11))]
+    "groups",
+    [
+        (FULL,),
+        (windowed(6),),
+        (FULL, windowed(6)),
+        (windowed(3), FULL, windowed(11)),
+        (STATES,),
+        (STATES, FULL),
+    ],
 )
 @pytest.mark.parametrize("max_slice", [1, 3, 8])
 def test_most_blocks_is_what_a_request_holds_at_most(groups: tuple[CacheGroup, ...], max_slice: int) -> None:
@@ -292,11 +365,11 @@ def replay(events: list[KVCacheEvent], held: set[tuple[Any, int | None]]) -> Non
             held -= changed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_events_replay_to_exactly_what_is_findable(seed: int) -> None:
     random = Random(seed)
-    groups = random.choice([(FULL,), (FULL, windowed(6)), (windowed(5),)])
-    cache = make(*groups, num_blocks=24)
+    groups = ((FULL,), (FULL, windowed(6)), (windowed(5),), (FULL, STATES), (STATES,))[seed % 5]
+    cache = make(*groups, num_blocks=24, state_interval=random.choice([None, 0, 8]))
     held: set[tuple[Any, int | None]] = set()
     active: list[Request] = []
     for _ in range(150):

@@ -5,17 +5,18 @@ token is right.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, ClassVar
 
 import pytest
-from tests.engine.drive import expect, run, tokens
+from tests.engine.drive import ONE_GROUP, STATES, expect, run, tokens
 from tests.engine.test_with_kvtier import engine_with, expect_nothing_left
 from tests.seeds import seeds
 
 from kvtier.config import OffloadingConfig
 from kvtier.engine import SamplingParams
+from kvtier.engine.config import LayerKind
 from kvtier.errors import InputError
 from kvtier.offload import CPUOffloadingSpec, GPULoadStoreSpec
 from kvtier.policies import LRUPolicy
@@ -56,12 +57,15 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("part", "call"), PLACES, ids=[f"{part}.{call}" for part, call in PLACES])
+@pytest.mark.parametrize("layers", [ONE_GROUP, STATES], ids=["attention", "states"])
 @pytest.mark.parametrize("seed", seeds(6, few=2))
 def test_a_step_that_is_cut_off_anywhere(
-    part: str, call: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    part: str, call: str, layers: Sequence[LayerKind], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random, cut_off, prompts = Random(seed), 0, {}
-    with engine_with(num_blocks=30, load_deadline="50ms", store_deadline="50ms") as engine:
+    num_blocks = 30 if layers is ONE_GROUP else 46
+    deadlines = {"load_deadline": "50ms", "store_deadline": "50ms"}
+    with engine_with(layers, num_blocks=num_blocks, **deadlines) as engine:
         target = getattr(engine, part)
         monkeypatch.setattr(target, call, sometimes(random, getattr(target, call)))
         outputs: dict[str, list[int]] = {}

@@ -12,30 +12,41 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens, toy_engine
+from tests.engine.drive import (
+    ALL_KINDS,
+    ONE_GROUP,
+    STATES,
+    TWO_GROUPS,
+    expect,
+    expect_idle,
+    run,
+    tokens,
+    toy_engine,
+)
 from tests.engine.fake_connector import FakeConnector
 from tests.engine.harness import tiny
 from tests.engine.test_cache import replay
 
 from kvtier.engine import Engine, EngineConfig, SamplingParams, save_model
-from kvtier.engine.config import ModelConfig
+from kvtier.engine.cache import KVCache, group_layers
+from kvtier.engine.config import STATE, LayerKind, ModelConfig
 from kvtier.engine.weights import random_weights
 from kvtier.errors import ConfigError, InputError, IntegrityError, ModelError
 from kvtier.events.types import AllBlocksCleared
 from kvtier.testing.toy_model import ToyModel
 
-WINDOWS = [ONE_GROUP, TWO_GROUPS, (8,), (None, 7, 20)]
+LAYERS = [ONE_GROUP, TWO_GROUPS, (8,), (None, 7, 20), STATES, ALL_KINDS, (STATE,)]
 
 
 # -- the same tokens -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("kv_layout", ["blocks_first", "kv_first"])
-def test_chunks_of_any_size_give_the_same_tokens(windows: tuple[int | None, ...], kv_layout: str) -> None:
+def test_chunks_of_any_size_give_the_same_tokens(layers: tuple[LayerKind, ...], kv_layout: str) -> None:
     prompts, params = [tokens(37), tokens(21, seed=1)], SamplingParams(max_tokens=9)
     for budget in (1, 5, 16, 200):
-        engine = toy_engine(windows, max_num_batched_tokens=budget, num_blocks=200, kv_layout=kv_layout)
+        engine = toy_engine(layers, max_num_batched_tokens=budget, num_blocks=200, kv_layout=kv_layout)
         answers = [output.token_ids for output in engine.generate(prompts, params)]
         assert answers == [expect(engine, prompt, params) for prompt in prompts]
         expect_idle(engine)
@@ -85,12 +96,24 @@ def test_the_toy_model_sees_one_wrong_element() -> None:
         assert next(iter(run(engine).values())).token_ids != expect(engine, tokens(10), params)
 
 
+@pytest.mark.parametrize("element", range(4))
+def test_the_toy_model_sees_one_wrong_element_of_a_state(element: int) -> None:
+    params = SamplingParams(max_tokens=8)
+    for group in range(1, 3):
+        engine = toy_engine(STATES)
+        engine.add_request(tokens(10), params)
+        engine.step()
+        state = engine.kv_caches[f"layers.{group}"][engine._scheduler.running[0].table.rows[group][2]]
+        state.view(-1)[element] += 1
+        assert next(iter(run(engine).values())).token_ids != expect(engine, tokens(10), params)
+
+
 class Workload:
     """Random requests with shared prefixes, aborts and resets, over a cache that is too small for them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
-        self.windows = random.choice(WINDOWS)
+        self.layers = random.choice(LAYERS)
         self.settings: dict[str, Any] = {
             "block_size": random.choice([2, 4, 8]),
             "max_num_seqs": random.randint(2, 8),
@@ -98,14 +121,19 @@ class Workload:
             "kv_layout": random.choice(["blocks_first", "kv_first"]),
             "enable_prefix_caching": random.random() < 0.9,
         }
+        interval = random.choice([None, 0, 2 * self.settings["block_size"]])
+        self.settings["state_interval"] = interval
         bases = [tokens(40, seed=100 * seed + index) for index in range(3)]
         self.prompts = [
             random.choice(bases)[: random.randint(0, 32)] + tokens(random.randint(1, 8), seed=index)
             for index in range(random.randint(4, 12))
         ]
-        groups = len(set(self.windows))
-        blocks = -(-(max(map(len, self.prompts)) + 42) // self.settings["block_size"])
-        self.settings["num_blocks"] = groups * blocks + 3 + random.randint(0, 4)
+        groups = group_layers(ToyModel(self.layers).config.layer_names, self.layers)
+        cache = KVCache(
+            groups, 3, self.settings["block_size"], max_slice=self.settings["max_num_batched_tokens"]
+        )
+        longest = cache.most_blocks(0, max(map(len, self.prompts)) + 42)
+        self.settings["num_blocks"] = longest + 3 + random.randint(0, 4)
 
     def params(self) -> SamplingParams:
         sampled = (
@@ -146,7 +174,7 @@ def test_random_workloads() -> None:
     preemptions = 0
     for seed in range(40):
         workload = Workload(seed)
-        preemptions += play(workload, toy_engine(workload.windows, **workload.settings))
+        preemptions += play(workload, toy_engine(workload.layers, **workload.settings))
     assert preemptions > 20
 
 
@@ -154,7 +182,7 @@ def test_random_workloads_with_a_slow_connector() -> None:
     loads = preemptions = 0
     for seed in range(40):
         workload = Workload(1000 + seed)
-        engine = toy_engine(workload.windows, **workload.settings)
+        engine = toy_engine(workload.layers, **workload.settings)
         connector = FakeConnector(engine, load_steps=1 + seed % 4, store_steps=1 + seed % 5)
         preemptions += play(workload, engine)
         loads += sum(call == "recved" for call, _ in connector.log)
@@ -170,7 +198,7 @@ def test_random_workloads_with_failing_loads() -> None:
     failed = 0
     for seed in range(40):
         workload, random = Workload(2000 + seed), Random(seed)
-        engine = toy_engine(workload.windows, **workload.settings)
+        engine = toy_engine(workload.layers, **workload.settings)
         connector = FakeConnector(engine, load_steps=1 + seed % 3, fail=fails_at_random(random))
         connector.deferrals = {f"r{index}": random.randint(0, 2) for index in range(12)}
         play(workload, engine)
@@ -332,6 +360,8 @@ def test_layers_of_different_groups_share_tensors() -> None:
         ),
         ({"device": None}, "device: expected one of 'cpu', 'cuda', got None"),
         ({"block_size": 0}, "block_size: expected a whole number of at least 1, got 0"),
+        ({"state_interval": -16}, "state_interval: expected a whole number of at least 0, got -16"),
+        ({"state_interval": 8}, r"state_interval: expected None or a multiple of block_size \(16\), got 8"),
         ({"max_num_seqs": 0}, "max_num_seqs: expected a whole number of at least 1, got 0"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens: .*, got True"),
         ({"max_model_len": 1}, "max_model_len: expected a whole number of at least 2 .*, got 1"),

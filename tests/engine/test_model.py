@@ -49,6 +49,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 WINDOWED = FAMILIES["qwen3-alternating"]
+STATEFUL = tiny(
+    model_type="gated_linear",
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    sliding_window=8,
+)
+"""A family that transformers does not have."""
 
 
 def reference_logits(folder: Path, tokens: list[int]) -> Tensor:
@@ -95,8 +102,11 @@ def last_logits(config: ModelConfig, tokens: list[int], chunks: list[int], **opt
 
 @pytest.mark.parametrize("kv_first", [False, True])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_result_does_not_depend_on_the_cache_geometry(kv_first: bool, block_size: int) -> None:
-    config = ModelConfig.from_dict(WINDOWED)
+@pytest.mark.parametrize("model", [WINDOWED, STATEFUL], ids=["windows", "states"])
+def test_result_does_not_depend_on_the_cache_geometry(
+    kv_first: bool, block_size: int, model: dict[str, Any]
+) -> None:
+    config = ModelConfig.from_dict(model)
     ours = last_logits(config, prompt(50), [9, 30, 11], block_size=block_size, kv_first=kv_first)
     torch.testing.assert_close(ours, last_logits(config, prompt(50), [50]), atol=1e-5, rtol=1e-5)
 
@@ -104,9 +114,9 @@ def test_result_does_not_depend_on_the_cache_geometry(kv_first: bool, block_size
 DOUBLE: dict[str, Any] = {"dtype": torch.float32, "compute_dtype": torch.float64}
 
 
-@pytest.mark.parametrize("name", ["llama3-new", "qwen2", "qwen3-alternating", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama3-new", "qwen2", "qwen3-alternating", "mistral-window", "states"])
 def test_double_precision_does_not_depend_on_chunks_or_neighbours(name: str) -> None:
-    config = ModelConfig.from_dict(FAMILIES[name])
+    config = ModelConfig.from_dict(STATEFUL if name == "states" else FAMILIES[name])
     tokens = prompt(53)
     whole = last_logits(config, tokens, [53], **DOUBLE)
     assert whole.dtype == torch.float64
@@ -157,6 +167,64 @@ def test_a_token_reaches_the_result_only_from_inside_the_window(position: int, v
         cache[table[position // 4], :, position % 4] = torch.nan
     sequence.computed = 40
     assert bool(paged.forward((sequence, 1)).isnan().any()) is visible
+
+
+def naive_states(model: Decoder, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the rows of one sequence see in a state layer, and the states, as sums over all tokens up
+    to a row: the gain of a token times the gates after it.
+    """
+    config, weights = model.config, model._layers[layer]
+    heads = config.num_kv_heads
+    q, k, v = weights.qkv(x).split([config.num_heads * 16, heads * 16, heads * 16], dim=1)
+    decay = torch.sigmoid(weights.gate(x)).view(-1, heads, 16).log().cumsum(0) / 16  # type: ignore
+    rows, states = [], []
+    for i in range(len(x)):
+        kept = (decay[i] - decay[: i + 1]).exp() * k.view(-1, heads, 16)[: i + 1]
+        states.append(torch.einsum("jhd,jhe->hde", kept, v.view(-1, heads, 16)[: i + 1]))
+        seen = torch.einsum("hgd,hde->hge", q[i].view(heads, -1, 16), states[-1])
+        rows.append((seen / (seen.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()).flatten())
+    return torch.stack(rows), torch.stack(states)
+
+
+def test_a_state_layer_agrees_with_a_sum_over_all_tokens() -> None:
+    """Also the states that blocks hold: each after the last computed token of its block."""
+    config = ModelConfig.from_dict(STATEFUL)
+    paged = Paged(config, block_size=4, **DOUBLE)
+    sequence = paged.add(prompt(19))
+    for chunk in (3, 6, 9, 1):
+        batch = paged.batch((sequence, chunk))
+        layer, x = paged.decoder._layers[0], paged.decoder._embedding[torch.tensor(sequence.tokens[:19])]
+        x = layer.attention_norm(x)
+        begin, end = batch.sequences[0].first, batch.sequences[0].context_len
+        seen = layer.recur(x[begin:end], paged.caches["layers.0"], batch, 0, 4)  # type: ignore[attr-defined]
+        rows, states = naive_states(paged.decoder, 0, x)
+        torch.testing.assert_close(seen, rows[begin:end], rtol=1e-9, atol=1e-9)
+        for position, block in enumerate(sequence.tables[0]):
+            if block != 0:
+                held = paged.caches["layers.0"][block]
+                after = states[min(4 * position + 4, end) - 1]
+                torch.testing.assert_close(held, after, rtol=1e-9, atol=1e-9)
+    assert [block == 0 for block in sequence.tables[0]] == [True] * 4 + [False], "16 to 18 are in the last"
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_state_of_another_boundary_changes_tokens(layer: int) -> None:
+    """Guards all tests of states: a state of one token earlier, or none, moves logits and the next token."""
+    config, changed = ModelConfig.from_dict(STATEFUL), 0
+    for seed in range(8):
+        right, tokens = last_logits(config, prompt(48, seed), [47, 1], **DOUBLE), prompt(48, seed)
+        for wrong in ("one token earlier", "none"):
+            paged = Paged(config, **DOUBLE)
+            sequence = paged.add(tokens)
+            paged.forward((sequence, 46))
+            cache = paged.caches[f"layers.{layer}"]
+            earlier = cache[sequence.tables[0][11]].clone()
+            paged.forward((sequence, 1))
+            cache[sequence.tables[0][11]] = earlier if wrong == "one token earlier" else 0.0
+            logits = paged.forward((sequence, 1))[0]
+            assert (logits - right).abs().max() > 1e-2
+            changed += int(logits.argmax() != right.argmax())
+    assert changed >= 4
 
 
 def test_bfloat16_runs_and_stays_near_float32() -> None:

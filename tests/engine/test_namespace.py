@@ -80,6 +80,7 @@ HARMLESS = {
     "max_num_seqs": 3,
     "num_blocks": 48,
     "seed": 7,
+    "state_interval": 32,
 }
 COUNTS = {"block_size": 8, "dtype": "bfloat16", "compute_dtype": "float64", "kv_layout": "kv_first"}
 

@@ -1,8 +1,8 @@
 """The promise: with kvtier an engine gives exactly the tokens that it gives without.
 
 float32 KV, greedy, seeded random workloads: shared prefixes, preemptions, chunk factors 1, 2 and 4, blocks
-of 8 to 32 tokens, one and two groups, aborts, resets, pools of one to forty chunks. A negative control
-corrupts the pool and must see other tokens.
+of 8 to 32 tokens, groups of windows and of states, aborts, resets, pools of one to forty chunks. A negative
+control corrupts the pool and must see other tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def test_same_tokens(first: int, totals: Outcome) -> None:
         off, on = run(workload, with_kvtier=False), run(workload, with_kvtier=True)
         expect_same_tokens(workload, off, on)
         totals.from_tiers += on.from_tiers
+        totals.states_loaded += on.from_tiers * (workload.model == "states")
         totals.preemptions += on.preemptions
         totals.aborted |= {f"{seed}/{name}" for name in on.aborted}
         totals.stats.stores += on.stats.stores
@@ -43,7 +44,13 @@ def test_the_workloads_exercised_what_they_claim(totals: Outcome) -> None:
     assert len(totals.aborted) > 50
     assert {w.settings["blocks_per_chunk"] for w in drawn} == {1, 2, 4}
     assert {w.engine.block_size for w in drawn} == {8, 16, 32}
-    assert {w.two_groups for w in drawn} == {False, True}
+    assert {(w.model, w.engine.state_interval is None) for w in drawn} >= {
+        ("llama", True),
+        ("two groups", True),
+        ("states", True),
+        ("states", False),
+    }
+    assert totals.states_loaded > 500
 
 
 def test_corrupt_bytes_change_tokens() -> None:

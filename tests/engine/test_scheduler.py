@@ -7,10 +7,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens, toy_engine
+from tests.engine.drive import (
+    ALL_KINDS,
+    ONE_GROUP,
+    STATES,
+    TWO_GROUPS,
+    expect,
+    expect_idle,
+    run,
+    tokens,
+    toy_engine,
+)
 from tests.engine.fake_connector import FakeConnector
 
 from kvtier.engine import Engine, SamplingParams
+from kvtier.engine.config import LayerKind
 from kvtier.engine.scheduler import RequestSlice, Step, _runs
 
 
@@ -160,13 +171,13 @@ def test_runs() -> None:
 
 
 def filled(
-    windows: tuple[int | None, ...] = ONE_GROUP, **settings: Any
+    layers: tuple[LayerKind, ...] = ONE_GROUP, **settings: Any
 ) -> tuple[Engine, list[int], list[int]]:
     """Return an engine whose tier holds a prompt of 33 tokens that its own cache has lost, the prompt, and
     its answer.
     """
     fake = {name: settings.pop(name) for name in ("load_steps", "store_steps", "fail") if name in settings}
-    engine = toy_engine(windows, **settings)
+    engine = toy_engine(layers, **settings)
     connector = FakeConnector(engine)
     prompt = tokens(33)
     add(engine, "first", prompt)
@@ -183,9 +194,9 @@ def calls(engine: Engine, name: str) -> list[str]:
     return [call for call, req_id in engine.connector.log if req_id == name]
 
 
-@pytest.mark.parametrize("windows", [ONE_GROUP, TWO_GROUPS])
-def test_a_load_saves_computing_and_gives_the_same_tokens(windows: tuple[int | None, ...]) -> None:
-    engine, prompt, answer = filled(windows, load_steps=3)
+@pytest.mark.parametrize("layers", [ONE_GROUP, TWO_GROUPS, STATES, ALL_KINDS])
+def test_a_load_saves_computing_and_gives_the_same_tokens(layers: tuple[LayerKind, ...]) -> None:
+    engine, prompt, answer = filled(layers, load_steps=3)
     add(engine, "again", prompt)
     engine.step()
     (request,) = engine._scheduler.loading
@@ -248,8 +259,9 @@ def test_exactly_what_failed_is_computed(failed: set[int], computed: list[int]) 
     expect_idle(engine)
 
 
-def test_a_failed_window_starts_over_once() -> None:
-    engine, prompt, answer = filled(TWO_GROUPS, fail=lambda position: position == 6)
+@pytest.mark.parametrize(("layers", "failed"), [(TWO_GROUPS, 6), (STATES, 1), (STATES, 7)])
+def test_a_failed_window_or_state_starts_over_once(layers: tuple[LayerKind, ...], failed: int) -> None:
+    engine, prompt, answer = filled(layers, fail=lambda position: position == failed)
     add(engine, "again", prompt)
     assert run(engine)["again"].token_ids == answer
     assert [call for call in calls(engine, "again") if call != "sent"] == [

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.engine.harness import Paged, prompt, tiny
 from torch import Tensor
 
-from kvtier.engine.config import ModelConfig, weight_shapes
+from kvtier.engine.config import STATE, ModelConfig, weight_shapes
 from kvtier.engine.weights import load_config, load_weights, random_weights, save_model
 from kvtier.errors import ModelError
 
@@ -184,7 +184,7 @@ ROPE3 = {
     "original_max_position_embeddings": 64,
 }
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mixtral"}, "model_type: expected one of llama, .*, got 'mixtral'"),
+    ({"model_type": "mixtral"}, "model_type: expected one of gated_linear, llama, .*, got 'mixtral'"),
     ({"model_type": None}, "model_type: .* got None"),
     ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config: expected none"),
@@ -229,6 +229,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "layer_types: .* got 'linear_attention'",
     ),
     ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3}, "sliding_window: .* got nothing"),
+    ({"model_type": "gated_linear"}, r"layer_types: expected a list of one per layer \(3\), got None"),
+    (
+        {"model_type": "gated_linear", "layer_types": ["mamba"] * 3},
+        "layer_types: expected full_attention or sliding_attention or linear_attention, got 'mamba'",
+    ),
 ]
 
 
@@ -240,10 +245,13 @@ def test_a_config_that_cannot_be_honoured_is_refused(fields: dict[str, Any], mes
 
 def test_config_defaults_are_those_of_the_families() -> None:
     llama = ModelConfig.from_dict(tiny(num_key_value_heads=None, sliding_window=8))
-    assert (llama.num_kv_heads, llama.head_dim, llama.sliding_windows) == (4, 16, (None, None, None))
-    assert ModelConfig.from_dict(tiny(model_type="mistral")).sliding_windows == (4096,) * 3
-    assert ModelConfig.from_dict(tiny(model_type="qwen2", sliding_window=8)).sliding_windows == (None,) * 3
+    assert (llama.num_kv_heads, llama.head_dim, llama.layer_kinds) == (4, 16, (None, None, None))
+    assert ModelConfig.from_dict(tiny(model_type="mistral")).layer_kinds == (4096,) * 3
+    assert ModelConfig.from_dict(tiny(model_type="qwen2", sliding_window=8)).layer_kinds == (None,) * 3
     assert llama.layer_names == ("layers.0", "layers.1", "layers.2")
+    types = ["linear_attention", "sliding_attention", "full_attention"]
+    hybrid = ModelConfig.from_dict(tiny(model_type="gated_linear", layer_types=types, sliding_window=8))
+    assert hybrid.layer_kinds == (STATE, 8, None)
 
 
 def test_random_weights_are_pinned_to_the_seed() -> None:
@@ -256,9 +264,10 @@ def test_random_weights_are_pinned_to_the_seed() -> None:
     assert not torch.equal(random_weights(config, seed=1)["lm_head.weight"], weights["lm_head.weight"])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gated_linear"])
 def test_random_weights_spread_the_logits_and_listen_to_the_whole_context(model_type: str) -> None:
-    config = ModelConfig.from_dict(tiny(model_type=model_type, head_dim=16))
+    types = {"layer_types": ["linear_attention"] * 3} if model_type == "gated_linear" else {}
+    config = ModelConfig.from_dict(tiny(model_type=model_type, head_dim=16, **types))
     tokens = prompt(48)
 
     def logits(tokens: list[int]) -> Tensor:

@@ -12,12 +12,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
+from tests.engine.drive import ALL_KINDS, ONE_GROUP, STATES, TWO_GROUPS, expect, expect_idle, run, tokens
 from tests.engine.test_engine import Workload
 from tests.unit.event_kit import publisher
 
 from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine.cache import group_layers
+from kvtier.engine.config import STATE, LayerKind
 from kvtier.engine.event_buffer import EventBuffer
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.events import Received, Source, Subscriber
@@ -42,11 +44,11 @@ from kvtier.testing.toy_model import ToyModel
 
 ROW = 4096
 KVTIER_SETTINGS = ("blocks_per_chunk", "load_deadline", "store_deadline")
-WINDOWS = [ONE_GROUP, TWO_GROUPS]
+LAYERS = [ONE_GROUP, TWO_GROUPS, STATES, ALL_KINDS]
 
 
 def engine_with(
-    windows: Sequence[int | None] = ONE_GROUP,
+    layers: Sequence[LayerKind] = ONE_GROUP,
     *,
     rows: int = 64,
     spec_factory: Any = CPUOffloadingSpec,
@@ -66,7 +68,7 @@ def engine_with(
     settings = {"kv_events": None if publisher else True} | settings
     config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16} | settings)
     more = {"spec_factory": spec_factory, "publisher": publisher}
-    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), **more)
+    return Engine(ToyModel(layers), config, KVTierConfig.from_dict(kvtier), **more)
 
 
 def ask(engine: Engine, prompt: list[int], name: str, max_tokens: int = 4) -> Any:
@@ -75,6 +77,11 @@ def ask(engine: Engine, prompt: list[int], name: str, max_tokens: int = 4) -> An
     output = run(engine)[name]
     assert output.token_ids == expect(engine, prompt, params)
     return output
+
+
+def most_loaded(layers: Sequence[LayerKind], num_tokens: int) -> int:
+    """Return how much of a prompt that a tier has is loaded: a state must end before the last token."""
+    return (num_tokens - 1) // 4 * 4 if STATE in layers else num_tokens - 1
 
 
 def expect_nothing_left(engine: Engine) -> None:
@@ -91,9 +98,9 @@ def expect_nothing_left(engine: Engine) -> None:
     assert engine._requests == {}
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_a_forgotten_prompt_comes_back_from_the_tier(windows: Sequence[int | None]) -> None:
-    with engine_with(windows) as engine:
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_forgotten_prompt_comes_back_from_the_tier(layers: Sequence[LayerKind]) -> None:
+    with engine_with(layers) as engine:
         first = ask(engine, tokens(33), "first")
         assert (first.source.gpu, first.source.tiers, first.source.recomputed) == (0, {}, 33)
         assert first.source.first_miss is MissReason.NEVER_STORED
@@ -110,23 +117,26 @@ def test_a_forgotten_prompt_comes_back_from_the_tier(windows: Sequence[int | Non
         expect_nothing_left(engine)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_a_whole_prompt_is_loaded_and_its_last_token_computed(windows: Sequence[int | None]) -> None:
-    with engine_with(windows) as engine:
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_whole_prompt_is_loaded_and_its_last_token_computed(layers: Sequence[LayerKind]) -> None:
+    with engine_with(layers) as engine:
         ask(engine, tokens(32), "first")
         engine.drain()
         engine.reset_prefix_cache()
         again = ask(engine, tokens(32), "again")
-        assert (again.source.gpu, again.source.tiers, again.source.recomputed) == (0, {"cpu": 31}, 1)
+        loaded = most_loaded(layers, 32)
+        assert (again.source.gpu, again.source.tiers) == (0, {"cpu": loaded})
+        assert again.source.recomputed == 32 - loaded
         expect_nothing_left(engine)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("rows", [0, 1, 8])
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_pool_of_any_size_serves(windows: Sequence[int | None], rows: int, policy: str) -> None:
+def test_a_pool_of_any_size_serves(layers: Sequence[LayerKind], rows: int, policy: str) -> None:
     """Nothing, one chunk, and a pool that is always full, beside a cache that is always full too."""
-    with engine_with(windows, rows=rows, num_blocks=24, policy=policy) as engine:
+    num_blocks = 36 if STATE in layers else 24
+    with engine_with(layers, rows=rows, num_blocks=num_blocks, policy=policy) as engine:
         for index in range(20):
             ask(engine, [*tokens(24, seed=index % 3), *tokens(5, seed=100 + index)], f"r{index}")
         engine.drain()
@@ -171,7 +181,8 @@ class Consumer:
     common.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[LayerKind] = ONE_GROUP) -> None:
+        self._groups = group_layers(ToyModel(layers).config.layer_names, layers)
         self.held: dict[str | None, Counter[tuple[Any, int | None]]] = {"GPU": Counter(), "CPU": Counter()}
 
     def apply(self, events: Sequence[KVCacheEvent]) -> None:
@@ -188,12 +199,16 @@ class Consumer:
                 self.held[event.medium] -= keys
 
     def _check_tokens(self, event: BlockStored) -> None:
-        """Expect that hashing the tokens behind the parent gives the hashes; only windows go undescribed, on
-        the CPU.
+        """Expect that hashing the tokens behind the parent gives the hashes.
+
+        On the CPU windows are not described.
         """
-        if event.block_size == 0:
-            assert (event.medium, event.group_idx) == ("CPU", 1)
+        group = self._groups[event.group_idx or 0]
+        if event.medium == "CPU" and group.sliding_window is not None:
+            assert (event.block_size, event.kv_cache_spec_kind) == (0, None)
             return
+        kinds = {None: "full_attention", STATE: "mamba"}
+        assert event.kv_cache_spec_kind == kinds.get(group.kind, "sliding_window")
         salts = [keys[0] for keys in event.extra_keys or () if keys]
         extra = extra_keys_of(len(event.block_hashes), event.block_size, salt=salts[0]) if salts else {}
         parent: Any = event.parent_block_hash
@@ -206,8 +221,8 @@ class Consumer:
 def blocks_in_pool(
     engine: Engine, streams: list[tuple[list[int], str]], per_chunk: int
 ) -> Counter[tuple[Any, int]]:
-    """Return what the pool has ready of these tokens and salts, in blocks; of a windowed group only the
-    chunks' own hashes.
+    """Return what the pool has ready of these tokens and salts, in blocks; only of full attention more than
+    the chunks' own hashes.
     """
     assert engine.connector is not None
     manager = engine.connector.connector_scheduler.manager  # type: ignore[union-attr]
@@ -218,26 +233,26 @@ def blocks_in_pool(
         hashes = hash_blocks(stream, 4, extra_keys=extra)
         for end in range(per_chunk, len(hashes) + 1, per_chunk):
             for index, group in enumerate(engine.groups):
-                first = end - per_chunk if group.sliding_window is None else end - 1
+                first = end - per_chunk if group.kind is None else end - 1
                 chunks[make_offload_key(hashes[end - 1], index)] = list(hashes[first:end])
     ready = {key: blocks for key, blocks in chunks.items() if manager.explain(key) is None}
     assert len(ready) == manager.stats().ready
     return Counter((block, get_offload_group_idx(key)) for key, blocks in ready.items() for block in blocks)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 @pytest.mark.parametrize("published", [False, True])
 def test_events_of_both_media_replay_to_what_each_holds(
-    windows: Sequence[int | None], blocks_per_chunk: int, published: bool
+    layers: Sequence[LayerKind], blocks_per_chunk: int, published: bool
 ) -> None:
     """Prefixes of 22 tokens end inside a block and, with two blocks to a chunk, inside a chunk."""
-    consumer, random, batches, shared = Consumer(), Random(0), Batches(), 0
+    consumer, random, batches, shared = Consumer(layers), Random(0), Batches(), 0
     streams: list[tuple[list[int], str]] = []
     with engine_with(
-        windows,
-        num_blocks=32,
-        rows=32,
+        layers,
+        num_blocks=40,
+        rows=64 if STATE in layers else 32,
         blocks_per_chunk=blocks_per_chunk,
         publisher=batches if published else None,
     ) as engine:
@@ -333,7 +348,7 @@ def pieces_of(engine: Engine) -> list[list[Any]]:
         engine._cache._events or [],
         engine._events._events,
         scheduler._events_to_take,
-        scheduler.manager._events,
+        scheduler.manager._changes._events,
     ]
 
 
@@ -408,7 +423,7 @@ def test_random_workloads(blocks_per_chunk: int) -> None:
         workload = Workload(3000 + seed)
         rows = workload.random.choice([1, 4, 16, 64])
         with engine_with(
-            workload.windows, rows=rows, blocks_per_chunk=blocks_per_chunk, **workload.settings
+            workload.layers, rows=rows, blocks_per_chunk=blocks_per_chunk, **workload.settings
         ) as engine:
             play(workload, engine)
             loads += engine.connector.connector_scheduler.stats.loads  # type: ignore[union-attr]
@@ -420,7 +435,7 @@ def test_random_workloads_with_faults() -> None:
         workload = Workload(4000 + seed)
         plan = FaultPlan(seed=seed, rate=0.5)
         with engine_with(
-            workload.windows,
+            workload.layers,
             load_deadline=0.02,
             store_deadline=0.02,
             blocks_per_chunk=workload.random.choice([1, 2]),

@@ -8,23 +8,24 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
-from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect_idle, tokens
+from tests.engine.drive import ALL_KINDS, ONE_GROUP, STATES, TWO_GROUPS, expect_idle, tokens
 from tests.engine.test_with_tiers import ask, count_steps, expect_sleep, forget, suspend
 from tests.engine.tier_kit import PATIENCE, SharedTiers, manager_of, settle, shared_engine
 
+from kvtier.engine.config import LayerKind
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.offload import MissReason
 from kvtier.testing.memory_tier import MemoryServer
 
-WINDOWS = [ONE_GROUP, TWO_GROUPS]
+LAYERS = [ONE_GROUP, TWO_GROUPS, STATES, ALL_KINDS]
 
 
 @pytest.mark.parametrize("batch", [1024, 1])
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_an_engine_loads_kv_that_another_has_computed(windows: Sequence[int | None], batch: int) -> None:
+@pytest.mark.parametrize("layers", LAYERS)
+def test_an_engine_loads_kv_that_another_has_computed(layers: Sequence[LayerKind], batch: int) -> None:
     server = MemoryServer(batch)
     first, second = SharedTiers(server), SharedTiers(server)
-    with shared_engine(first, windows) as one, shared_engine(second, windows) as other:
+    with shared_engine(first, layers) as one, shared_engine(second, layers) as other:
         ask(one, tokens(33), "first")
         settle(one)
         again = ask(other, tokens(33), "second")

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
+from tests.engine.drive import ALL_KINDS, ONE_GROUP, STATES, TWO_GROUPS, expect, expect_idle, run, tokens
+from tests.engine.killed_engine import MODELS
 from tests.engine.tier_kit import PATIENCE, MemoryTiers, disk_engine, manager_of, settle, tiered_engine
 
 from kvtier.engine import Engine, SamplingParams
+from kvtier.engine.config import LayerKind
 from kvtier.offload import MissReason
 from kvtier.tiers.disk.files import DiskFiles
 
 ROOT = Path(__file__).parents[2]
-WINDOWS = [ONE_GROUP, TWO_GROUPS]
+LAYERS = [ONE_GROUP, TWO_GROUPS, STATES, ALL_KINDS]
 
 
 def ask(engine: Engine, prompt: list[int], name: str, max_tokens: int = 4) -> Any:
@@ -39,9 +41,9 @@ def forget(engine: Engine) -> None:
     manager_of(engine).pool.reset_cache()
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_chunks_evicted_from_the_pool_come_from_the_tier(windows: Sequence[int | None]) -> None:
-    with tiered_engine(MemoryTiers(), windows) as engine:
+@pytest.mark.parametrize("layers", LAYERS)
+def test_chunks_evicted_from_the_pool_come_from_the_tier(layers: Sequence[LayerKind]) -> None:
+    with tiered_engine(MemoryTiers(), layers) as engine:
         ask(engine, tokens(33), "first")
         forget(engine)
         assert manager_of(engine).tier_stats()[0].used > 0
@@ -55,27 +57,28 @@ def test_chunks_evicted_from_the_pool_come_from_the_tier(windows: Sequence[int |
         manager_of(engine).check()
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_an_engine_starts_warm_from_disk(windows: Sequence[int | None], tmp_path: Path) -> None:
-    with disk_engine(tmp_path, windows) as engine:
+@pytest.mark.parametrize("layers", LAYERS)
+def test_an_engine_starts_warm_from_disk(layers: Sequence[LayerKind], tmp_path: Path) -> None:
+    with disk_engine(tmp_path, layers) as engine:
         ask(engine, tokens(33), "first")
         settle(engine)
         expect_idle(engine)
-    with disk_engine(tmp_path, windows) as engine:
+    with disk_engine(tmp_path, layers) as engine:
         again = ask(engine, tokens(33), "again")
         assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
         expect_idle(engine)
 
 
-def test_an_engine_that_was_killed_starts_warm(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "rows"), [("attention", 36), ("states", 36 + 8)])
+def test_an_engine_that_was_killed_starts_warm(model: str, rows: int, tmp_path: Path) -> None:
     """SIGKILL in the middle of its work: what was written is found, and the tokens are the same."""
-    command = [sys.executable, "-m", "tests.engine.killed_engine", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.engine.killed_engine", str(tmp_path), model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
         assert process.stdout is not None
         written = int(process.stdout.readline())
         process.kill()
-    assert written == 36
-    with disk_engine(tmp_path) as engine:
+    assert written == rows
+    with disk_engine(tmp_path, MODELS[model]) as engine:
         for seed in range(4):  # the first request too, although nothing has stepped the engine before
             again = ask(engine, tokens(33, seed=seed), f"again {seed}")
             assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier.config import KVTierConfig, OffloadingConfig, TierConfig
 from kvtier.engine import Engine, EngineConfig
+from kvtier.engine.config import LayerKind
 from kvtier.offload import CPUOffloadingSpec
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faulty_backend import FaultyBackend
@@ -18,7 +19,7 @@ from kvtier.testing.toy_model import ToyModel
 from kvtier.tiers.base import Backend, Tier
 
 ROW = 4096
-ONE_GROUP: tuple[int | None, ...] = (None, None)
+ONE_GROUP: tuple[LayerKind, ...] = (None, None)
 PATIENCE = 60.0
 """How long a busy machine may take. Loads have as long, unless a test is about those that are late."""
 
@@ -63,7 +64,7 @@ class SharedTiers:
 
 def shared_engine(
     tiers: SharedTiers,
-    windows: Sequence[int | None] = ONE_GROUP,
+    layers: Sequence[LayerKind] = ONE_GROUP,
     *,
     rows: int = 64,
     settings: dict[str, Any] | None = None,
@@ -77,13 +78,11 @@ def shared_engine(
         "tiers": [{"valkey": {"url": "valkey://in.memory"}}],
     } | (settings or {})
     return Engine(
-        ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec
+        ToyModel(layers), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec
     )
 
 
-def server_engine(
-    tier: dict[str, Any], windows: Sequence[int | None] = ONE_GROUP, **settings: Any
-) -> Engine:
+def server_engine(tier: dict[str, Any], layers: Sequence[LayerKind] = ONE_GROUP, **settings: Any) -> Engine:
     """Make an engine over a pool and a real server; all that are made so have one namespace."""
     kvtier = {
         "cpu": {"capacity": 64 * ROW},
@@ -91,7 +90,7 @@ def server_engine(
         "load_deadline": PATIENCE,
         "tiers": [tier],
     } | settings
-    return Engine(ToyModel(windows), _engine_config({}), KVTierConfig.from_dict(kvtier), weights_id="toy")
+    return Engine(ToyModel(layers), _engine_config({}), KVTierConfig.from_dict(kvtier), weights_id="toy")
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:
@@ -102,7 +101,7 @@ def _engine_config(settings: dict[str, Any]) -> EngineConfig:
 
 def tiered_engine(
     tiers: MemoryTiers,
-    windows: Sequence[int | None] = ONE_GROUP,
+    layers: Sequence[LayerKind] = ONE_GROUP,
     *,
     rows: int = 64,
     write: str = "through",
@@ -120,13 +119,13 @@ def tiered_engine(
         "tiers": [{"disk": {"path": "in memory", "capacity": tiers.num_slots * ROW, "write": write}}],
     } | (settings or {})
     return Engine(
-        ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec
+        ToyModel(layers), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec
     )
 
 
 def disk_engine(
     folder: Path,
-    windows: Sequence[int | None] = ONE_GROUP,
+    layers: Sequence[LayerKind] = ONE_GROUP,
     *,
     load_deadline: float = PATIENCE,
     **engine: Any,
@@ -142,7 +141,7 @@ def disk_engine(
         "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB"}}],
     }
     config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "kv_events": True} | engine)
-    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), weights_id="toy")
+    return Engine(ToyModel(layers), config, KVTierConfig.from_dict(kvtier), weights_id="toy")
 
 
 def manager_of(engine: Engine) -> TieredOffloadingManager:
@@ -157,7 +156,8 @@ def manager_of(engine: Engine) -> TieredOffloadingManager:
 def num_unwritten(engine: Engine) -> int:
     """Count the rows that were offered to a tier and that nothing has become of, once for each tier."""
     demotions = manager_of(engine)._demotions
-    return len(demotions) + sum(len(queue.offers) for queue in demotions._queues.values())
+    offered = sum(len(offers) for offers in demotions._offers.values())
+    return offered + sum(len(job.lent) for job in demotions._jobs)
 
 
 def settle(engine: Engine) -> None:

@@ -18,6 +18,7 @@ import torch
 from kvtier.config import KVTierConfig, OffloadingConfig
 from kvtier.connector import ConnectorStats
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import ModelConfig
 from kvtier.engine.model import Decoder
 from kvtier.engine.weights import random_weights
@@ -49,14 +50,21 @@ TWO_GROUPS: dict[str, Any] = LLAMA | {
     "sliding_window": 24,
     "use_sliding_window": True,
 }
+STATES: dict[str, Any] = LLAMA | {
+    "model_type": "gated_linear",
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    "sliding_window": 24,
+}
+MODELS = {"llama": LLAMA, "two groups": TWO_GROUPS, "states": STATES}
 
 
 @lru_cache(maxsize=4)
-def decoder(two_groups: bool) -> Decoder:
+def decoder(model: str) -> Decoder:
     """Return a tiny model: KV in float32, arithmetic in float64, so that tokens do not depend on the batch's
     shape.
     """
-    config = ModelConfig.from_dict(TWO_GROUPS if two_groups else LLAMA)
+    config = ModelConfig.from_dict(MODELS[model])
     weights = random_weights(config, seed=7)
     return Decoder(config, weights, device="cpu", dtype=torch.float32, compute_dtype=torch.float64)
 
@@ -66,7 +74,7 @@ class Workload:
     """Everything that is drawn from one seed."""
 
     seed: int
-    two_groups: bool
+    model: str
     engine: EngineConfig
     settings: dict[str, Any]
     chunks: int
@@ -78,7 +86,7 @@ class Workload:
     def kvtier(self) -> KVTierConfig:
         """Return the tier's settings, with room for `chunks` rows."""
         blocks = self.settings["blocks_per_chunk"]
-        layers = 2  # in each group
+        layers = 1 if self.model == "states" else 2  # in each group; no state is larger than their pages
         row = blocks * layers * 2 * self.engine.block_size * 2 * 8 * 4
         row = -(-row // 4096) * 4096
         return KVTierConfig.from_dict(
@@ -97,6 +105,8 @@ class Outcome:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
     from_tiers: int = 0
+    states_loaded: int = 0
+    """How many of the tokens from tiers were those of models with states."""
     preemptions: int = 0
     steps: int = 0
     stats: ConnectorStats = field(default_factory=ConnectorStats)
@@ -106,7 +116,7 @@ def draw(seed: int) -> Workload:
     """Draw a workload."""
     rng = random.Random(seed)
     block_size = rng.choice((8, 16, 32))
-    two_groups = rng.random() < 0.4
+    model = rng.choice(("llama", "llama", "two groups", "states", "states"))
     heads = [_tokens(rng, rng.randint(1, 5) * block_size) for _ in range(2)]
     prompts: dict[str, list[int]] = {}
     for index in range(rng.randint(6, 12)):
@@ -117,13 +127,15 @@ def draw(seed: int) -> Workload:
         else:
             prompt = rng.choice(heads)[: rng.randint(0, 5 * block_size)]
         prompts[f"r{index}"] = [*prompt, *_tokens(rng, rng.randint(1, 2 * block_size))]
-    longest = max(map(len, prompts.values())) + 40
-    needed = -(-longest // block_size) * (2 if two_groups else 1) + 2
+    longest, budget = max(map(len, prompts.values())) + 40, rng.choice((16, 48, 128))
+    config = decoder(model).config
+    cache = KVCache(group_layers(config.layer_names, config.layer_kinds), 3, block_size, max_slice=budget)
     engine = EngineConfig(
-        num_blocks=needed + rng.randint(0, 3),
+        num_blocks=cache.most_blocks(0, longest) + 2 + rng.randint(0, 3),
         block_size=block_size,
         max_num_seqs=rng.randint(2, 6),
-        max_num_batched_tokens=rng.choice((16, 48, 128)),
+        max_num_batched_tokens=budget,
+        state_interval=rng.choice((None, 0, 2 * block_size)),
         compute_dtype="float64",
         kv_layout=rng.choice(("blocks_first", "kv_first")),
     )
@@ -137,7 +149,7 @@ def draw(seed: int) -> Workload:
     }
     return Workload(
         seed,
-        two_groups,
+        model,
         engine,
         settings,
         rng.choice((1, 4, 12, 60, 60)),
@@ -178,7 +190,7 @@ def run(
     """
     outcome = Outcome()
     kvtier = workload.kvtier() if with_kvtier else None
-    with Engine(decoder(workload.two_groups), workload.engine, kvtier, spec_factory=spec_factory) as engine:
+    with Engine(decoder(workload.model), workload.engine, kvtier, spec_factory=spec_factory) as engine:
         last = max(workload.actions)
         while outcome.steps <= last or engine.has_unfinished():
             assert outcome.steps < max_steps, f"seed {workload.seed}: a request is stuck"

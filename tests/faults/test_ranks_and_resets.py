@@ -1,9 +1,9 @@
 """Never a wrong token, never a stalled engine, with everything at once, against what the model must say.
 
-Random workloads over one to three ranks: shared prefixes that come again, aborts, preemptions, windows,
-resets that swap the weights, ids that come again at once, faults of every rank's own transfers, forward
-passes that raise, outputs of single ranks that are lost or come late. Every rank's KV is compared in every
-pass. The controls take one mend out each and must fail.
+Random workloads over one to three ranks: shared prefixes that come again, aborts, preemptions, windows and
+states, resets that swap the weights, ids that come again at once, faults of every rank's own transfers,
+forward passes that raise, outputs of single ranks that are lost or come late. Every rank's KV is compared in
+every pass. The controls take one mend out each and must fail.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvtier.connector import OutputAggregator, StepView
 from kvtier.connector.jobs import RunningJobs
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import EngineConfig, SamplingParams
+from kvtier.engine.config import STATE, LayerKind
 from kvtier.engine.request import RequestOutput
 from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, OffloadingSpec
 from kvtier.offload.tiered import TieredOffloadingManager
@@ -36,7 +37,16 @@ from kvtier.transfer.base import TransferType
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
 NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "60"))
 BATCH = 10
-Windows = tuple[int | None, ...]
+Layers = tuple[LayerKind, ...]
+MODELS: tuple[Layers, ...] = (
+    (None, None),
+    (None, None),
+    (None, 12, None, 12),
+    (None, STATE, STATE),
+    (STATE, 12, None, STATE),
+)
+INTERVALS = (None, 0, 8)
+"""Which states are kept."""
 
 
 class LoadsFail(FaultPlan):
@@ -79,10 +89,11 @@ class Scenario:
 
     def engine(self) -> RankedEngine:
         random = self.random
-        windows: Windows = random.choice(((None, None), (None, None), (None, 12, None, 12)))
+        layers = random.choice(MODELS)
         config = EngineConfig(
-            num_blocks=random.randint(26, 40) * (2 if 12 in windows else 1),
+            num_blocks=random.randint(26, 40) * len(set(layers)),
             block_size=4,
+            state_interval=random.choice(INTERVALS),
             max_num_seqs=random.randint(2, 6),
             max_num_batched_tokens=random.choice((8, 16, 64)),
         )
@@ -97,7 +108,7 @@ class Scenario:
             "load_if_faster": random.random() < 0.2,
         }
         more: dict[str, Any] = {"num_ranks": self.num_ranks, "wire": self.wire, "make_spec": self.make_spec}
-        return RankedEngine(ToyModel(windows), config, KVTierConfig.from_dict(settings), **more, **self.host)
+        return RankedEngine(ToyModel(layers), config, KVTierConfig.from_dict(settings), **more, **self.host)
 
 
 @dataclass

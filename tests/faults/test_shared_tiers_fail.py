@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.engine.drive import tokens
+from tests.faults.test_ranks_and_resets import MODELS
 from tests.faults.tiered_player import (
     BATCH,
     FIRST,
@@ -229,7 +230,7 @@ def play(seed: int, max_steps: int = 6000, real: ServerKind | None = None, **mor
     """Play two engines in turns until both are done, over a server in memory or a real one."""
     random, server = Random(seed), MemoryServer(contains_batch=Random(seed).choice((1, 1024)))
     prompts = [tokens(random.randint(9, 40), seed=random.randrange(10**6)) for _ in range(5)]
-    more |= {"windows": random.choice(((None, None), (None, None), (None, 12, None, 12)))}
+    more |= {"layers": random.choice(MODELS)}
     make = partial(SharedScenario, server=server, blocks_per_chunk=random.choice((1, 1, 2)), **more)
     player_class = SharedPlayer
     if real is not None:

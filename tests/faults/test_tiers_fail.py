@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
+from tests.faults.test_ranks_and_resets import MODELS
 from tests.faults.tiered_player import (
     BATCH,
     FIRST,
@@ -60,7 +61,7 @@ class DiskScenario(TieredScenario):
         random = self.random
         self.fault_rate = random.choice((0.0, 0.0, 0.1, 0.4))
         self.plan = BackendFaultPlan(self.seed, random.choice(FAULT_RATES), self.kinds)
-        self.windows = random.choice(((None, None), (None, None), (None, 12, None, 12)))
+        self.layers = random.choice(MODELS)
         self.draw_engine()
         disk = {
             "path": str(self.folder),

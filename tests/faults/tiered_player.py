@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.engine.ranked import RankedEngine
-from tests.faults.test_ranks_and_resets import Player, Scenario, Windows
+from tests.faults.test_ranks_and_resets import INTERVALS, Layers, Player, Scenario
 
 from kvtier.config import KVTierConfig, OffloadingConfig, TierConfig
 from kvtier.engine import EngineConfig
@@ -32,7 +32,7 @@ WRONG_BYTES = (BackendFault.FLIP, BackendFault.SWAP, BackendFault.TORN)
 class TieredScenario(Scenario):
     """What is drawn from a seed for an engine over a pool and a tier."""
 
-    windows: Windows = (None, None)
+    layers: Layers = (None, None)
     check_seals: bool = True
     kinds: tuple[BackendFault, ...] = BackendFaultPlan().kinds
     engine_config: EngineConfig = field(init=False)
@@ -45,8 +45,9 @@ class TieredScenario(Scenario):
         """Draw an engine whose cache is small."""
         random = self.random
         self.engine_config = EngineConfig(
-            num_blocks=random.randint(26, 40) * (2 if 12 in self.windows else 1),
+            num_blocks=random.randint(26, 40) * len(set(self.layers)),
             block_size=4,
+            state_interval=random.choice(INTERVALS),
             max_num_seqs=random.randint(2, 6),
             max_num_batched_tokens=random.choice((8, 16, 64)),
         )
@@ -60,7 +61,7 @@ class TieredScenario(Scenario):
         more: dict[str, Any] = {"num_ranks": self.num_ranks, "wire": self.wire, "make_spec": self.make_spec}
         settings = KVTierConfig.from_dict(self.settings)
         return RankedEngine(
-            ToyModel(self.windows), self.engine_config, settings, weights_id="toy", **more, **self.host
+            ToyModel(self.layers), self.engine_config, settings, weights_id="toy", **more, **self.host
         )
 
 

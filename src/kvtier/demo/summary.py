@@ -36,6 +36,7 @@ MEANINGS = {
     "no room in the pool to promote it": "Other promotions had taken their share of the pool.",
     "beyond what the request may load": "The request has set a limit on what is loaded for it.",
     "computed for an audit": "It was kept, and computed all the same, to compare the two.",
+    "no state at this boundary": "Its recurrent layers' state was kept at other boundaries only.",
     "follows KV of before a reset": "The engine went on from KV of before a reset, which is not kept.",
 }
 """An explanation of each reason for a missing chunk."""

@@ -5,6 +5,7 @@ These are functions of configs, without state. Any thread may call them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, format_size
 from kvtier.engine.cache import CacheGroup, KVCache
 from kvtier.engine.config import EngineConfig, ModelConfig
-from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
+from kvtier.engine.model import STATE_DTYPE, Decoder, ForwardBatch, SequenceSlice, state_shape
 from kvtier.engine.scheduler import RequestSlice
 from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
@@ -38,6 +39,7 @@ _HARMLESS = {
     "max_num_seqs": "which requests run together",
     "num_blocks": "how much memory",
     "seed": "the seed of sampling",
+    "state_interval": "which states are kept",
 }
 """Fields of `EngineConfig` that KV does not depend on, with the reason. All others make the namespace."""
 
@@ -58,8 +60,10 @@ def expect_room(model: ModelConfig, config: EngineConfig, groups: Sequence[Cache
     """Raise `ConfigError` if the blocks do not fit into host memory, before any of them is made."""
     bytes_per_block = _BLOCK_BYTES
     if config.device == "cpu":
-        layers = max(len(group.layer_names) for group in groups)
-        bytes_per_block += layers * config.block_size * _token_bytes(model, config)
+        bytes_per_block += sum(
+            _num_tensors(groups, is_state) * _page_bytes(model, config, is_state)
+            for is_state in (False, True)
+        )
     needed, free = config.num_blocks * bytes_per_block, free_memory()
     if free is not None and needed > free.size:
         but = f"but only {format_size(free.size)} {free.where}"
@@ -81,25 +85,38 @@ def find_max_model_len(model: ModelConfig, config: EngineConfig, cache: KVCache)
     return longest
 
 
-def _token_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Return the bytes of one token's KV in one layer."""
+def _num_tensors(groups: Sequence[CacheGroup], is_state: bool) -> int:
+    return max((len(group.layer_names) for group in groups if group.is_state == is_state), default=0)
+
+
+def _page_bytes(model: ModelConfig, config: EngineConfig, is_state: bool) -> int:
+    """Return the bytes of a block in one layer."""
+    if is_state:
+        return math.prod(state_shape(model)) * STATE_DTYPE.itemsize
     itemsize: int = getattr(torch, config.dtype).itemsize
-    return 2 * model.num_kv_heads * model.head_dim * itemsize
+    return 2 * config.block_size * model.num_kv_heads * model.head_dim * itemsize
 
 
 def allocate_kv(model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup]) -> dict[str, Tensor]:
     """Return each layer's cache.
 
-    The j-th layers of all groups share a tensor: a block belongs to one group at a time.
+    The j-th layers of all attention groups share a tensor, and so do those of all state groups: a block
+    belongs to one group at a time.
     """
     page = (config.block_size, model.num_kv_heads, model.head_dim)
     lead = (config.num_blocks, 2) if config.kv_layout == "blocks_first" else (2, config.num_blocks)
-    tensors = [
+    pages = [
         torch.zeros(*lead, *page, dtype=getattr(torch, config.dtype), device=config.device)
-        for _ in range(max(len(group.layer_names) for group in groups))
+        for _ in range(_num_tensors(groups, is_state=False))
+    ]
+    states = [
+        torch.zeros(config.num_blocks, *state_shape(model), dtype=STATE_DTYPE, device=config.device)
+        for _ in range(_num_tensors(groups, is_state=True))
     ]
     return {
-        name: tensor for group in groups for name, tensor in zip(group.layer_names, tensors, strict=False)
+        name: tensor
+        for group in groups
+        for name, tensor in zip(group.layer_names, states if group.is_state else pages, strict=False)
     }
 
 
@@ -114,13 +131,13 @@ def describe_cache(
 
     Weights without an id count as equal to no others; files are hashed later.
     """
-    token_bytes = _token_bytes(model, config)
     described = tuple(
         GroupConfig(
             block_size=config.block_size,
-            bytes_per_block=len(group.layer_names) * config.block_size * token_bytes,
+            bytes_per_block=len(group.layer_names) * _page_bytes(model, config, group.is_state),
             layer_names=group.layer_names,
             sliding_window=group.sliding_window,
+            is_state=group.is_state,
         )
         for group in groups
     )

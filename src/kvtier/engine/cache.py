@@ -3,7 +3,8 @@ and which block is reused first.
 
 Block ids come from one range and name a page in every tensor, so a block belongs to one group at a time.
 Block 0 is the null block: it stands where a sliding window has left no block, and is never allocated or
-written. Guarantees:
+written. A block of a state group holds the state after its last computed token, so that such a group needs
+only the block of the last token before. Guarantees:
 
 - a block is free, or held by the requests whose tables name it (`ref_count`), never both;
 - free blocks with content can be found until they are allocated again, least recently freed first. The tail
@@ -22,7 +23,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from kvtier.connector.metadata import BlockIds
+from kvtier.connector.metadata import BlockIds, BoundaryState
+from kvtier.engine.config import STATE, LayerKind
 from kvtier.errors import IntegrityError
 from kvtier.events.types import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvtier.keys import BlockHash
@@ -40,21 +42,47 @@ class CacheGroup:
     """Layers that share one row of block ids."""
 
     layer_names: tuple[str, ...]
-    sliding_window: int | None = None
+    kind: LayerKind = None
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block holds a state instead of its tokens' KV."""
+        return self.kind == STATE
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The number of tokens that a token attends to, itself included; `None` if there is no window."""
+        return self.kind if isinstance(self.kind, int) else None
+
+    @property
+    def span(self) -> int | None:
+        """The number of last tokens, the current one included, whose blocks are needed; `None` means all.
+
+        A state is in the block of the token before.
+        """
+        return 2 if self.is_state else self.sliding_window
 
     def first_needed(self, num_computed: int) -> int:
-        """Return the first token that the token at `num_computed` attends to."""
-        return 0 if self.sliding_window is None else max(0, num_computed - self.sliding_window + 1)
+        """Return the first token whose block the token at `num_computed` needs."""
+        return 0 if self.span is None else max(0, num_computed - self.span + 1)
 
 
-def group_layers(
-    layer_names: Sequence[str], sliding_windows: Sequence[int | None]
-) -> tuple[CacheGroup, ...]:
-    """Put layers with the same window into one group, in order of first appearance."""
-    names: dict[int | None, list[str]] = {}
-    for name, window in zip(layer_names, sliding_windows, strict=True):
-        names.setdefault(window, []).append(name)
-    return tuple(CacheGroup(tuple(layers), window) for window, layers in names.items())
+def group_layers(layer_names: Sequence[str], kinds: Sequence[LayerKind]) -> tuple[CacheGroup, ...]:
+    """Put layers of the same kind into one group, in order of first appearance.
+
+    State layers are spread over groups no larger than the smallest other group, as engines do that give all
+    groups blocks of one size.
+    """
+    names: dict[LayerKind, list[str]] = {}
+    for name, kind in zip(layer_names, kinds, strict=True):
+        names.setdefault(kind, []).append(name)
+    fewest = min((len(layers) for kind, layers in names.items() if kind != STATE), default=len(kinds))
+    sizes = {kind: fewest if kind == STATE else len(layers) for kind, layers in names.items()}
+    return tuple(
+        CacheGroup(tuple(layers[first : first + sizes[kind]]), kind)
+        for kind, layers in names.items()
+        for first in range(0, len(layers), sizes[kind])
+    )
 
 
 class Block:
@@ -106,12 +134,14 @@ class KVCache:
         *,
         max_slice: int,
         enable_prefix_caching: bool = True,
+        state_interval: int | None = None,
         events: bool = True,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
         self._max_slice = max_slice
         self._prefix_caching = enable_prefix_caching
+        self._state_interval = state_interval
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = OrderedDict((block.block_id, block) for block in self._blocks[1:])
         self._found_by: dict[CacheKey, Block] = {}
@@ -132,8 +162,8 @@ class KVCache:
         for group in self.groups:
             blocks = self._blocks_of(num_tokens)
             # A window holds itself and the slice behind it, which may begin anywhere in a block.
-            if group.sliding_window is not None:
-                span = group.sliding_window - 1 + min(self._max_slice, num_tokens - num_computed)
+            if group.span is not None:
+                span = group.span - 1 + min(self._max_slice, num_tokens - num_computed)
                 blocks = min(blocks, self._blocks_of(span - 1) + 1)
             total += blocks
         return total
@@ -175,7 +205,7 @@ class KVCache:
 
     def _longest(self, index: int, hashes: Sequence[BlockHash], limit: int) -> int:
         """Return the longest prefix, in blocks up to `limit`, for which a group has all needed blocks."""
-        if self.groups[index].sliding_window is None:
+        if self.groups[index].span is None:
             return next((i for i in range(limit) if (hashes[i], index) not in self._found_by), limit)
         end = limit  # positions [position, end) are in the cache
         for position in reversed(range(limit)):
@@ -288,10 +318,29 @@ class KVCache:
             return
         stop = request.num_computed_tokens // self.block_size
         for index, row in enumerate(table.rows):
-            positions = range(table.num_entered, stop)
+            positions = self._kept_positions(request, index, table.num_entered, stop)
             entered = [i for i in positions if self._enter_block(row[i], (hashes[i], index))]
             self._announce(request, index, entered)
         table.num_entered = max(table.num_entered, stop)
+
+    def boundary_states(self, request: Request, start: int, end: int) -> list[BoundaryState]:
+        """Return the blocks that hold a state to keep once tokens `[start, end)` are computed."""
+        first, stop = start // self.block_size, end // self.block_size
+        return [
+            BoundaryState(index, request.table.rows[index][i], (i + 1) * self.block_size)
+            for index, group in enumerate(self.groups)
+            if group.is_state
+            for i in self._kept_positions(request, index, first, stop)
+        ]
+
+    def _kept_positions(self, request: Request, index: int, start: int, stop: int) -> Sequence[int]:
+        """Return the positions of `[start, stop)` whose content is kept: of a state group, not all."""
+        interval, positions = self._state_interval, range(start, stop)
+        if interval is None or not self.groups[index].is_state:
+            return positions
+        replay = (request.num_prompt_tokens - 1) // self.block_size
+        spacing = interval // self.block_size
+        return [i for i in positions if i + 1 == replay or (spacing and (i + 1) % spacing == 0)]
 
     def _enter_block(self, block_id: int, key: CacheKey) -> bool:
         if block_id == NULL_BLOCK or key in self._found_by:
@@ -335,7 +384,8 @@ class KVCache:
                 self._record(self._stored(request, index, consecutive[0], consecutive[-1] + 1))
 
     def _stored(self, request: Request, index: int, start: int, stop: int) -> BlockStored:
-        window = self.groups[index].sliding_window
+        group = self.groups[index]
+        attention = "full_attention" if group.sliding_window is None else "sliding_window"
         described = request.describe(start * self.block_size, stop * self.block_size, self.block_size)
         return BlockStored(
             block_hashes=list(request.block_hashes[start:stop]),
@@ -347,8 +397,8 @@ class KVCache:
             lora_name=described.lora_name,
             extra_keys=None if described.extra_keys is None else list(described.extra_keys),
             group_idx=index,
-            kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
-            kv_cache_spec_sliding_window=window,
+            kv_cache_spec_kind="mamba" if group.is_state else attention,
+            kv_cache_spec_sliding_window=group.sliding_window,
         )
 
     # -- integrity ---------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ beyond them. An error names the bad field.
 `ModelConfig.from_dict` reads a Hugging Face `config.json` of Llama, Qwen2, Qwen3, Mistral or Ministral, in
 the spelling of transformers 5 (`rope_parameters`) and of older releases (`rope_theta`, `rope_scaling`). It
 refuses a setting that it cannot honour, with one line that opens with the name of the field: a model that
-loads computes what `transformers` computes.
+loads computes what `transformers` computes. `gated_linear` is a family of our own, which `transformers` does
+not have: a Llama whose `linear_attention` layers are recurrent, to run state groups.
 
 Nothing here needs torch; values are frozen, and any thread may read them.
 """
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from kvtier.errors import ConfigError, ModelError, show_value
 
@@ -52,6 +53,13 @@ class EngineConfig:
     kv_layout: str = "blocks_first"
     """`blocks_first`: `(num_blocks, 2, …)`; `kv_first`: `(2, num_blocks, …)`."""
     enable_prefix_caching: bool = True
+    state_interval: int | None = None
+    """Which states of recurrent layers are kept when their request has passed them.
+
+    `None`: the state at the end of every block. A number: the states after every multiple of so many tokens,
+    a multiple of `block_size` (0: none), and the last one within the prompt, where the same prompt would
+    begin to compute.
+    """
     seed: int = 0
     """The seed of sampling, for requests without one."""
     kv_events: bool | None = None
@@ -67,6 +75,11 @@ class EngineConfig:
             self._at_least(field, 1)
         if self.max_model_len is not None:
             self._at_least("max_model_len", 2, "one token of prompt and one of output")
+        if self.state_interval is not None:
+            self._at_least("state_interval", 0)
+            if self.state_interval % self.block_size:
+                expected = f"expected None or a multiple of block_size ({self.block_size})"
+                raise ConfigError("state_interval", f"{expected}, got {self.state_interval}")
         self._one_of("dtype", self.dtype, _DTYPES)
         self._one_of("compute_dtype", self.compute_dtype, (None, *_COMPUTE_DTYPES))
         self._one_of("kv_layout", self.kv_layout, _KV_LAYOUTS)
@@ -99,8 +112,14 @@ class EngineConfig:
 
 # -- models --------------------------------------------------------------------------------------
 
-FAMILIES = ("llama", "ministral", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gated_linear", "llama", "ministral", "mistral", "qwen2", "qwen3")
 """The values of `model_type` that the engine runs."""
+
+STATE: Final = "state"
+LayerKind: TypeAlias = int | Literal["state"] | None
+"""What a layer reads of the tokens before: with `None` the KV of all, with a number the KV of those in a
+sliding window of so many tokens, with `STATE` one state that stands for all.
+"""
 
 T = TypeVar("T", int, float, bool)
 
@@ -164,10 +183,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape and settings of a decoder.
-
-    `sliding_windows` has one entry per layer; `None` is full attention.
-    """
+    """The shape and settings of a decoder."""
 
     family: str
     vocab_size: int
@@ -179,7 +195,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
-    sliding_windows: tuple[int | None, ...]
+    layer_kinds: tuple[LayerKind, ...]
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
@@ -209,7 +225,7 @@ class ModelConfig:
             intermediate_size=_read(config, "intermediate_size", int),
             rms_norm_eps=_read(config, "rms_norm_eps", float, 1e-6),
             rope=RopeConfig.from_dict(config),
-            sliding_windows=_sliding_windows(config, family, num_layers),
+            layer_kinds=_layer_kinds(config, family, num_layers),
             max_position_embeddings=_read(config, "max_position_embeddings", int, 2048),
             eos_token_ids=parse_token_ids(config.get("eos_token_id")),
             tie_word_embeddings=_read(config, "tie_word_embeddings", bool, False),
@@ -243,8 +259,10 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qk_norm:
         norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in config.layer_names:
+    for layer, kind in zip(config.layer_names, config.layer_kinds, strict=True):
         shapes |= {f"model.{layer}.{name}.weight": (out, into) for name, (out, into, _) in linears.items()}
+        if kind == STATE:
+            shapes[f"model.{layer}.self_attn.g_proj.weight"] = (kv, hidden)
         shapes |= {f"model.{layer}.{name}.bias": (out,) for name, (out, _, bias) in linears.items() if bias}
         shapes |= {f"model.{layer}.{name}.weight": (size,) for name, size in norms.items()}
     shapes["model.norm.weight"] = (hidden,)
@@ -293,8 +311,8 @@ def _heads(config: Mapping[str, Any]) -> dict[str, int]:
     return {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's window.
+def _layer_kinds(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer.
 
     An absent `sliding_window` means 4096 in these families; null means no window.
     """
@@ -305,7 +323,7 @@ def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) ->
     off = off or config.get("sliding_window", 4096) is None
     window = None if off else _read(config, "sliding_window", int, 4096)
     types = config.get("layer_types")
-    if types is None:
+    if types is None and family != "gated_linear":
         first = config.get("max_window_layers", 28) if qwen else 0
         if type(first) is not int:
             raise ModelError(f"max_window_layers: expected a whole number, got {show_value(first)}")
@@ -314,21 +332,24 @@ def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) ->
         raise ModelError(
             "layer_types: expected none for model_type mistral, use ministral for layers that differ"
         )
-    return _typed_windows(types, window, num_layers)
+    return _typed_kinds(types, window, num_layers, has_states=family == "gated_linear")
 
 
-def _typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
+def _typed_kinds(
+    types: object, window: int | None, num_layers: int, has_states: bool
+) -> tuple[LayerKind, ...]:
     if not isinstance(types, list) or len(types) != num_layers:
         raise ModelError(
             f"layer_types: expected a list of one per layer ({num_layers}), got {show_value(types)}"
         )
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(
-                f"layer_types: expected full_attention or sliding_attention, got {show_value(kind)}"
-            )
+    kinds: dict[str, LayerKind] = {"full_attention": None, "sliding_attention": window}
+    if has_states:
+        kinds["linear_attention"] = STATE
+    for layer_type in types:
+        if layer_type not in kinds:
+            raise ModelError(f"layer_types: expected {' or '.join(kinds)}, got {show_value(layer_type)}")
     if window is None and "sliding_attention" in types:
         raise ModelError(
             "sliding_window: expected a positive int for the sliding_attention layers, got nothing"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(kinds[layer_type] for layer_type in types)

@@ -113,7 +113,7 @@ class Engine:
         if config.kv_events is None:
             config = replace(config, kv_events=publisher is not None)
         self.model, self.config = model, config
-        self.groups = group_layers(model.config.layer_names, model.config.sliding_windows)
+        self.groups = group_layers(model.config.layer_names, model.config.layer_kinds)
         expect_room(model.config, config, self.groups)
         self._cache = KVCache(
             self.groups,
@@ -121,11 +121,12 @@ class Engine:
             config.block_size,
             max_slice=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
+            state_interval=config.state_interval,
             events=bool(config.kv_events),
         )
         self.max_model_len = find_max_model_len(model.config, config, self._cache)
-        windows = [group.sliding_window for group in self.groups]
-        self._group_of_layer = [windows.index(window) for window in model.config.sliding_windows]
+        group_of = {name: index for index, group in enumerate(self.groups) for name in group.layer_names}
+        self._group_of_layer = [group_of[name] for name in model.config.layer_names]
         self.kv_caches = allocate_kv(model.config, config, self.groups)
         self.connector: OffloadingConnector | None = None
         self.worker: OffloadingConnector | None = None

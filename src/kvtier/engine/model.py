@@ -4,19 +4,25 @@ One forward pass takes any mix of prefill chunks and decode steps (`ForwardBatch
 through the linear layers together. A layer first writes the K and V of its rows into the cache, and then
 attends over the cache: KV computed in this step and KV loaded from a tier are read the same way.
 
+A state layer is gated linear attention. Each of its KV heads has a matrix, which decays by a gate and gains
+`k^T v` with every token, and which queries multiply. A block of its cache holds the matrices after the last
+computed token of the block: a sequence goes on from the block of its last computed token, and writes a state
+into each block that it enters. A state is never written again once its block is full.
+
 Guarantees: a sequence reads only its own tokens, and only those that one of its rows may see. The null
 block, the unwritten end of a last block and other sequences' pages are never read, so garbage there, NaN
-included, reaches no result. All arithmetic is in `compute_dtype`; values are rounded to the cache's dtype
-only where K and V are stored. With float32 caches and float64 arithmetic the tokens do not depend on how
-sequences were chunked or batched.
+included, reaches no result. All arithmetic is in `compute_dtype`, except that of states, which is in float64
+and never rounded; values are rounded to the cache's dtype only where K and V are stored. With float32 caches
+and float64 arithmetic the tokens do not depend on how sequences were chunked or batched.
 
 One thread at a time may use a decoder; the weights are never written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -25,8 +31,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from kvtier.engine.config import ModelConfig, weight_shapes
+from kvtier.engine.config import STATE, ModelConfig, weight_shapes
 from kvtier.errors import InputError, ModelError
+
+STATE_DTYPE = torch.float64
+_GATE_ROOT = 16  # a gate is this root of a sigmoid: a state remembers some twenty tokens, not two
+
+
+def state_shape(config: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of one state of one layer."""
+    return config.num_kv_heads, config.head_dim, config.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +55,24 @@ class SequenceSlice:
     context_len: int
     block_tables: tuple[Tensor, ...]
 
+    @property
+    def first(self) -> int:
+        """The position of the first row."""
+        return self.context_len - (self.end - self.start)
+
     def first_key(self, window: int | None) -> int:
         """Return the first position that the first row may see."""
-        return 0 if window is None else max(0, self.context_len - (self.end - self.start) - window + 1)
+        return 0 if window is None else max(0, self.first - window + 1)
+
+    def state_block(self, group: int, block_size: int) -> int | None:
+        """Return the block with the state before the first row; `None` at the head of a sequence."""
+        return int(self.block_tables[group][(self.first - 1) // block_size]) if self.first else None
+
+    def state_writes(self, group: int, block_size: int) -> tuple[Tensor, list[int]]:
+        """Return the blocks that the rows enter, and the last row in each, counted from the first row."""
+        positions = range(self.first // block_size, (self.context_len - 1) // block_size + 1)
+        rows = [min((i + 1) * block_size, self.context_len) - 1 - self.first for i in positions]
+        return self.block_tables[group][positions.start : positions.stop], rows
 
 
 @dataclass(slots=True)
@@ -226,12 +255,14 @@ class _Layer:
             stacked = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
             self.qk_norm = _Norm(stacked, config.rms_norm_eps)
 
-    def __call__(self, x: Tensor, k: LayerPages, v: LayerPages, inputs: _LayerInputs) -> Tensor:
-        x = self.o.add(x, self._attend(self.attention_norm(x), k, v, inputs))
+    def __call__(self, x: Tensor, read_tokens: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the layer's output; `read_tokens` is `attend` or `recur` over the layer's cache."""
+        x = self.o.add(x, read_tokens(self.attention_norm(x)))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down.add(x, F.silu(gate) * up)
 
-    def _attend(self, x: Tensor, k: LayerPages, v: LayerPages, inputs: _LayerInputs) -> Tensor:
+    def attend(self, x: Tensor, k: LayerPages, v: LayerPages, inputs: _LayerInputs) -> Tensor:
+        """Write the rows' K and V, and return what the rows see in the cache."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self.qkv(x).view(len(x), -1, self.config.head_dim)
         qk, new_v = qkv.tensor_split([heads + kv_heads], dim=1)
@@ -241,6 +272,34 @@ class _Layer:
         k.write(inputs.writes, new_k)
         v.write(inputs.writes, new_v)
         return _attend_spans(inputs.spans, q, k, v).flatten(1)
+
+
+class _StateLayer(_Layer):
+    """Gated linear attention and a gated MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(config, weights)
+        self.gate = _Linear(weights, "self_attn.g_proj")
+
+    def recur(self, x: Tensor, states: Tensor, batch: ForwardBatch, group: int, block_size: int) -> Tensor:
+        """Go on from each sequence's state, write the states at the ends of blocks, and return what the rows
+        see in the states after them.
+        """
+        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        qkv = self.qkv(x).to(STATE_DTYPE).view(len(x), -1, dim)
+        q, k, v = qkv.tensor_split([heads, heads + kv_heads], dim=1)
+        gates = self.gate(x).to(STATE_DTYPE).view(len(x), kv_heads, dim, 1).sigmoid() ** (1 / _GATE_ROOT)
+        gains = k[..., :, None] * v[..., None, :]
+        after = torch.empty_like(gains)
+        for sequence in batch.sequences:
+            block = sequence.state_block(group, block_size)
+            state = torch.zeros_like(states[0]) if block is None else states[block]
+            for row in range(sequence.start, sequence.end):
+                state = after[row] = torch.addcmul(gains[row], gates[row], state)
+            blocks, last_rows = sequence.state_writes(group, block_size)
+            states[blocks] = after[sequence.start : sequence.end][last_rows]
+        seen = q.reshape(len(x), kv_heads, -1, dim) @ after
+        return F.rms_norm(seen, seen.shape[-1:], eps=self.config.rms_norm_eps).flatten(1).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -276,7 +335,10 @@ class Decoder:
             }
 
         self._embedding = take("model.embed_tokens.")["weight"]
-        self._layers = [_Layer(config, take(f"model.{name}.")) for name in config.layer_names]
+        self._layers = [
+            (_StateLayer if kind == STATE else _Layer)(config, take(f"model.{name}."))
+            for name, kind in zip(config.layer_names, config.layer_kinds, strict=True)
+        ]
         self._norm = _Norm(take("model.norm.")["weight"], config.rms_norm_eps)
         self._head = self._embedding if config.tie_word_embeddings else take("lm_head.")["weight"]
         # Always in float64: float32 angles are off by a hundredth at position 100,000.
@@ -291,7 +353,7 @@ class Decoder:
         group_of_layer: Sequence[int],
         block_size: int,
     ) -> Tensor:
-        """Write the batch's K and V into the caches; return the last rows' logits `[num_sequences, vocab]`.
+        """Write the batch's KV and states; return the last rows' logits `[num_sequences, vocab]`.
 
         Logits are float32, or `compute_dtype` if that is wider. `kv_caches` are keyed by
         `config.layer_names`.
@@ -314,16 +376,23 @@ class Decoder:
         inputs: dict[tuple[int, int | None, int], _LayerInputs] = {}
         x = self._embedding[batch.tokens]
         layers = zip(
-            self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True
+            self._layers, self.config.layer_names, self.config.layer_kinds, group_of_layer, strict=True
         )
-        for layer, name, window, group in layers:
+        for layer, name, kind, group in layers:
+            if isinstance(layer, _StateLayer):
+                states = kv_caches[name]
+                x = layer(
+                    x, partial(layer.recur, states=states, batch=batch, group=group, block_size=block_size)
+                )
+                continue
+            window = kind if isinstance(kind, int) else None
             k, v = (LayerPages(pages) for pages in split_kv(kv_caches[name]))
             if (key := (group, window, k.stride)) not in inputs:
                 slots = batch.slots[group]
                 writes = slots // block_size * k.stride + slots % block_size
                 spans = _plan(batch, group, window, block_size, k.stride, self.compute_dtype)
                 inputs[key] = _LayerInputs(cos, sin, writes, spans)
-            x = layer(x, k, v, inputs[key])
+            x = layer(x, partial(layer.attend, k=k, v=v, inputs=inputs[key]))
         return x
 
     @torch.inference_mode()

@@ -104,6 +104,9 @@ class Scheduler:
             self._admit_waiting(step)
         step.view.finished_req_ids = set(self._finished)
         step.view.preempted_req_ids = set(self._preempted)
+        for request, start, end in step.slices:
+            if states := self._cache.boundary_states(request, start, end):
+                step.view.boundary_states[request.request_id] = states
         return step
 
     def confirm(self, step: Step) -> None:
@@ -270,17 +273,17 @@ class Scheduler:
     def _end_load(self, request: Request, invalid: set[int]) -> None:
         """Let a loaded request run. It computes only the blocks that did not arrive.
 
-        With a sliding window, computing even one missing block needs all blocks before it, and those were
-        not loaded: the request starts over. So does a request whose load failed because of a reset: its KV
-        on the GPU is as old as the load. The connector will not offer it a load again.
+        With a sliding window or a state, computing even one missing block needs all blocks before it, and
+        those were not loaded: the request starts over. So does a request whose load failed because of a
+        reset: its KV on the GPU is as old as the load. The connector will not offer it a load again.
         """
         size, rows = self._cache.block_size, request.table.rows
         start, stop = request.num_computed_tokens // size, request.load_end // size
         arrived = [True] * (stop - start)
         if invalid:
             arrived = [all(row[position] not in invalid for row in rows) for position in range(start, stop)]
-        has_windows = any(group.sliding_window is not None for group in self._cache.groups)
-        if not all(arrived) and (has_windows or request.table.epoch != self._cache.epoch):
+        has_all = all(group.span is None for group in self._cache.groups)
+        if not all(arrived) and (not has_all or request.table.epoch != self._cache.epoch):
             self._send_back(request)
             return
         request.islands = [(first * size, last * size) for first, last in _runs(arrived, start)]
