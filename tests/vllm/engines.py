@@ -155,13 +155,12 @@ class Engine:
     def stale_blocks(self) -> int:
         """Blocks with KV of before a reset, as kvtier counts them."""
         families = self.connector._connector.connector_scheduler.metrics.collect()
-        return next(samples[0][1] for metric, samples in families if metric.name == "stale_blocks")
+        return int(next(samples[0][1] for metric, samples in families if metric.name == "stale_blocks"))
 
     def count_preemptions(self) -> int:
         """Return the preemptions so far."""
-        return next(
-            metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"
-        )
+        metrics = self.llm.get_metrics()
+        return int(next(metric.value for metric in metrics if metric.name == "vllm:num_preemptions"))
 
 
 def _token_prompt(prompt: Prompt, salt: str | None) -> dict[str, Any]:

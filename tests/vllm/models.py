@@ -80,6 +80,94 @@ def save_unequal(folder: Path, kv_heads: Sequence[int], windows: Sequence[int | 
     return folder
 
 
+def save_granite(folder: Path) -> Path:
+    """Save a Granite 4 of three Mamba 2 layers and one of attention: four KV cache groups."""
+    import torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    shape = _SHAPE | {"shared_intermediate_size": 256, "num_hidden_layers": 4}
+    config = GraniteMoeHybridConfig(
+        **shape,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_chunk_size=64,
+    )
+    torch.manual_seed(0)
+    model = GraniteMoeHybridForCausalLM(config).to(torch.float32)
+    _remember_long(model)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+def save_qwen3_next(folder: Path, repeats: int = 1) -> Path:
+    """Save a Qwen3-Next of three gated delta nets and one layer of attention, in bfloat16.
+
+    With `repeats` each of its four groups has more layers. The heads of its linear layers have the least
+    size that vLLM's CPU kernels take.
+    """
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **(_SHAPE | {"head_dim": 64, "num_hidden_layers": 4 * repeats, "max_position_embeddings": 8192}),
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * repeats,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    torch.manual_seed(0)
+    model = Qwen3NextForCausalLM(config).to(torch.bfloat16)
+    _remember_long(model)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+def _remember_long(model: Any) -> None:
+    """Have states keep tokens for about a thousand others: by chance they forget most within ten."""
+    import math
+
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.fill_(math.log(0.001))
+
+
+def save_llama4(folder: Path, attention_chunk: int = 128) -> Path:
+    """Save the text part of a Llama 4 without experts: three layers of chunked-local attention, and one of
+    full attention.
+    """
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **(_SHAPE | {"num_hidden_layers": 4, "intermediate_size_mlp": 256}),
+        attention_chunk_size=attention_chunk,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        num_local_experts=1,
+        attn_temperature_tuning=False,
+    )
+    torch.manual_seed(0)
+    model = Llama4ForCausalLM(config).to(torch.float32)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
 def save_mla_config(folder: Path) -> Path:
     """Save the config, and no weights, of a small DeepSeek with MLA."""
     _mla_config().save_pretrained(folder)

@@ -19,6 +19,8 @@ from tests.vllm.test_media import COUNTED, look
 from tests.vllm.test_reset import _add_noise
 from tests.vllm.test_tiers import wait_open, wait_written
 
+pytestmark = pytest.mark.newest_vllm
+
 
 def play(engine: Engine, rng: random.Random, documents: list[list[int]], rounds: int) -> None:
     """Ask about documents, some at once; what is asked again is not in vLLM's own cache."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import runpy
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.vllm.models import save_mla_config
 
 from kvtier.connector import ConnectorRole, ConnectorStats, KVConnectorOutput, TransferReport
 from kvtier.errors import ConfigError, InputError
+from kvtier.integrations import VersionRange
 from kvtier.integrations.summary import INTERVAL, Summary
 from kvtier.offload import TransferResult
 from kvtier.testing.caches import ManualClock
@@ -42,10 +45,19 @@ LEFT_ALONE = {
     "set_xfer_handshake_metadata": "vLLM calls the one that knows of pipeline stages",
     "supports_divergent_local_hybrid_hits": "recurrent models only",
 }
+IGNORED = {"lookahead_token_ids"}
+"""Fields of events, from 0.33 on, that vLLM does not fill in an engine with a connector."""
+NEW_IN_32 = {"get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"}
 
 
 def hooks(cls: type) -> set[str]:
     return {name for name in vars(cls) if not name.startswith("_")} - {"__module__"}
+
+
+def is_at_least(version: str) -> bool:
+    import vllm
+
+    return vllm.__version__ in VersionRange(version, "1000")
 
 
 def test_every_hook_is_used_or_left_alone_on_purpose() -> None:
@@ -54,21 +66,56 @@ def test_every_hook_is_used_or_left_alone_on_purpose() -> None:
     from kvtier.integrations.vllm import KVTierConnector
 
     theirs = hooks(KVConnectorBase_V1) | hooks(SupportsHMA)
-    assert theirs - hooks(KVTierConnector) == LEFT_ALONE.keys()
+    left_alone = LEFT_ALONE.keys() - (set() if is_at_least("0.32") else NEW_IN_32)
+    assert theirs - hooks(KVTierConnector) == left_alone
 
 
-def test_parameters_are_those_of_the_base_class() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+def test_the_inventory_lists_every_hook_that_is_overridden() -> None:
+    """With the parameters that kvtier has: those of vLLM are compared with the inventory at every start."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
-    from kvtier.integrations.vllm import KVTierConnector
+    from kvtier.integrations.vllm import KVTierConnector, KVTierMetrics, KVTierStats, KVTierWorkerMetadata
+    from kvtier.integrations.vllm.compat import NEWER, OVERRIDDEN
 
-    for base in (KVConnectorBase_V1, SupportsHMA):
-        for name in hooks(base) & hooks(KVTierConnector):
-            theirs, ours = getattr(base, name), getattr(KVTierConnector, name)
-            if callable(theirs):
-                assert list(inspect.signature(ours).parameters) == list(
-                    inspect.signature(theirs).parameters
-                ), name
+    ours_by_base = {
+        base.KVConnectorBase_V1: KVTierConnector,
+        base.KVConnectorWorkerMetadata: KVTierWorkerMetadata,
+        base.SupportsHMA: KVTierConnector,
+        metrics.KVConnectorPromMetrics: KVTierMetrics,
+        metrics.KVConnectorStats: KVTierStats,
+    }
+    found: dict[str, tuple[str, ...] | None] = {}
+    for theirs, ours in ours_by_base.items():
+        for name in vars(theirs).keys() & vars(ours).keys():
+            is_hook = not name.startswith("_") or (name == "__init__" and not is_dataclass(theirs))
+            value = getattr(ours, name)
+            if is_hook and (callable(value) or isinstance(value, property)):
+                parameters = inspect.signature(value).parameters if callable(value) else None
+                hook = f"{theirs.__module__}:{theirs.__qualname__}.{name}"
+                found[hook] = parameters and tuple(item for item in parameters if item != "self")
+    missing = {hook for hook, since in NEWER.items() if not is_at_least(since)}
+    assert found == {hook: names for hook, names in OVERRIDDEN.items() if hook not in missing}
+
+
+def test_the_inventory_lists_everything_that_is_imported() -> None:
+    import kvtier.integrations.vllm
+    from kvtier.integrations.vllm.compat import CALLED, OVERRIDDEN
+
+    always_there = {"vllm:envs", "vllm.logger:init_logger"}
+    known = {re.sub(r"\..*", "", hook.partition(":")[2]) for hook in (*CALLED, *OVERRIDDEN)}
+    listed = {f"{hook.partition(':')[0]}:{name}" for hook in (*CALLED, *OVERRIDDEN) for name in known}
+    folder = Path(str(kvtier.integrations.vllm.__file__)).parent
+    imported = set[str]()
+    for file in folder.glob("*.py"):
+        if file.name != "compat.py":
+            for node in ast.parse(file.read_text()).body:  # without those for type checkers
+                if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm":
+                    imported |= {f"{node.module}:{name.name}" for name in node.names}
+    modules = {
+        name for name in imported if name.replace(":", ".") in {item.partition(":")[0] for item in listed}
+    }
+    assert len(imported) > 20
+    assert imported - listed - modules == always_there
 
 
 def test_fields_that_are_read_are_there() -> None:
@@ -88,7 +135,8 @@ def test_fields_that_are_read_are_there() -> None:
     assert has(KVConnectorOutput, "kv_connector_worker_meta", "failed_recving", "invalid_block_ids")
     assert isinstance(Request.num_tokens, property)
     for ours in (AllBlocksCleared, BlockRemoved, BlockStored):
-        assert getattr(kv_events, ours.__name__).__struct_fields__ == ours.__struct_fields__
+        theirs = getattr(kv_events, ours.__name__).__struct_fields__
+        assert tuple(name for name in theirs if name not in IGNORED) == ours.__struct_fields__
 
 
 def test_the_rest_of_an_output_is_kept_until_vllm_takes_it(
@@ -108,16 +156,95 @@ def test_the_rest_of_an_output_is_kept_until_vllm_takes_it(
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("version", ["0.31.3", "0.33.0", "1.0", "dev"])
-def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    import vllm
-
+def import_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import the package as a new process does, up to the check of its hooks."""
     import kvtier.integrations.vllm
 
-    monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(InputError, match=rf"vllm >=0\.32,<0\.33, but vllm {version} is installed") as caught:
-        runpy.run_path(str(kvtier.integrations.vllm.__file__))
+    runpy.run_path(str(kvtier.integrations.vllm.__file__))
+
+
+def test_a_missing_hook_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    import_again(monkeypatch)
+    monkeypatch.setattr(vllm, "__version__", "0.41.0")
+    monkeypatch.delattr(KVConnectorBase_V1, "handle_preemptions")
+    expected = (
+        r"^vllm 0\.41\.0: expected vllm\.distributed\..*\.KVConnectorBase_V1\.handle_preemptions"
+        r"\(kv_connector_metadata\), got no such name; install vllm>=0\.31,<0\.34, or a kvtier for"
+    )
+    with pytest.raises(InputError, match=expected) as caught:
+        import_again(monkeypatch)
     assert "\n" not in str(caught.value)
+
+
+def test_a_hook_with_other_parameters_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int, limit: int) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(KVConnectorBase_V1, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+    expected = (
+        r"expected .*\.get_num_new_matched_tokens\(request, num_computed_tokens\), "
+        r"got \(request, num_computed_tokens, limit\); install "
+    )
+    with pytest.raises(InputError, match=expected):
+        import_again(monkeypatch)
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_function_that_needs_more_arguments_is_refused(
+    monkeypatch: pytest.MonkeyPatch, is_needed: bool
+) -> None:
+    """One that can be given more is not."""
+    from vllm.v1 import kv_cache_interface
+
+    def needs_more(kv_cache_spec: Any, layout: str) -> None:
+        raise NotImplementedError
+
+    def takes_more(kv_cache_spec: Any, layout: str = "") -> None:
+        raise NotImplementedError
+
+    function = needs_more if is_needed else takes_more
+    monkeypatch.setattr(kv_cache_interface, "get_kv_cache_spec_kind", function)
+    if is_needed:
+        with pytest.raises(InputError, match=r"get_kv_cache_spec_kind\(kv_cache_spec\), got \(.*layout\)"):
+            import_again(monkeypatch)
+    else:
+        import_again(monkeypatch)
+
+
+def test_a_module_that_is_gone_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.integrations.vllm import compat
+
+    monkeypatch.setitem(compat.CALLED, "vllm.v1.core.moved_away:function", ())
+    with pytest.raises(InputError, match=r"expected vllm\.v1\.core\.moved_away\.function\(\), got no such"):
+        import_again(monkeypatch)
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "dev"])
+def test_another_version_starts_with_one_warning(
+    llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """That names the version and the range. A version in the range starts without."""
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvtier.integrations.vllm import KVTierConnector
+    from kvtier.integrations.vllm.compat import logger
+
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    KVTierConnector(engine_config(llama), KVConnectorRole.SCHEDULER, cache_config).shutdown()
+    assert not lines
+    config = engine_config(llama)
+    monkeypatch.setattr(vllm, "__version__", version)
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        KVTierConnector(config, role, cache_config).shutdown()
+    (line,) = lines
+    assert line.startswith(f"kvtier is tested with vllm>=0.31,<0.34, and this is vllm {version}: ")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +342,7 @@ def test_every_step_is_ended_once(engine: Engine) -> None:
 
 
 def test_names_at_metrics_stay() -> None:
-    """Dashboards know them. What is of a tier has its name as a label; nothing else has one of its own."""
+    """Dashboards know them. What is of a tier has its name as a label, and misses have their reason."""
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
     from kvtier.integrations.vllm.metrics import KVTierMetrics
@@ -225,6 +352,7 @@ def test_names_at_metrics_stay() -> None:
     config = SimpleNamespace(kv_transfer_config=None)
     shown = KVTierMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     shown.observe({"loads": 2, "tier_promoted:disk": 3, "tier_suspended:disk": 1, "used_bytes": 10}, 1)
+    shown.observe({"misses:never stored": 4, "saved_seconds": 0.5}, 1)
     shown.observe({"load_seconds": [0.25], "tier_demote_seconds:disk": [0.5, 40.0]}, 1)
     text = generate_latest(registry).decode()
     for total in fields(ConnectorStats):
@@ -232,6 +360,8 @@ def test_names_at_metrics_stay() -> None:
     for line in (
         'loads_total{engine="1",model_name="m"} 2.0',
         'evictions_total{engine="1",model_name="m"} 0.0',
+        'misses_total{engine="1",model_name="m",reason="never stored"} 4.0',
+        'saved_seconds_total{engine="1",model_name="m"} 0.5',
         'refusals_total{engine="1",model_name="m"} 0.0',
         'used_bytes{engine="1",model_name="m"} 10.0',
         'load_seconds_bucket{engine="1",le="0.5",model_name="m"} 1.0',
@@ -514,7 +644,23 @@ def test_ranks_with_mla_keep_one_copy(llama: Path, cache_config: Any) -> None:
     assert speculative(ConnectorRole.WORKER).replicas == 1
 
 
-def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "number_format"),
+    [("auto", "float32"), ("fp8_e5m2", "float8_e5m2"), ("fp8_ds_mla", ""), ("of_a_plug_in", "")],
+)
+def test_a_cache_is_audited_if_the_format_of_its_values_is_known(
+    llama: Path, cache_config: Any, name: str, number_format: str
+) -> None:
+    """From 0.33 on a plug-in can register formats of its own."""
+    from kvtier.integrations.vllm import describe_engine
+
+    config = engine_config(llama)
+    object.__setattr__(config.cache_config, "cache_dtype", name)
+    described = describe_engine(config, cache_config)
+    assert (described.number_format, described.audits) == (number_format, bool(number_format))
+
+
+def test_states_that_are_not_kept_are_refused(llama: Path, cache_config: Any) -> None:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
@@ -525,11 +671,8 @@ def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:
         cache_config,
         kv_cache_groups=[*cache_config.kv_cache_groups, KVCacheGroupSpec(["model.layers.9.mixer"], state)],
     )
-    refusal = (
-        r"^KV cache group 1: expected one of FullAttentionSpec, .*, got MambaSpec; "
-        r"vLLM's own OffloadingConnector"
-    )
-    with pytest.raises(InputError, match=refusal) as caught:
+    refusal = r"^mamba_cache_mode: expected 'align', got 'none' for layer model.layers.9.mixer: "
+    with pytest.raises(ConfigError, match=refusal) as caught:
         describe_engine(engine_config(llama), hybrid)
     assert "\n" not in str(caught.value)
 

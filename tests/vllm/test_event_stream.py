@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from tests.ports import free_ports
 from tests.vllm.engines import Engine, make_prompt, vllm_engine
@@ -17,6 +18,8 @@ from tests.vllm.test_events import Listener
 
 from kvtier.events import Source, State, Subscriber
 from kvtier.index import PrefixIndex
+
+pytestmark = pytest.mark.newest_vllm
 
 WORKER = "vllm"
 

@@ -14,7 +14,8 @@ from kvtier.testing.faults import Fault, FaultPlan
 
 FAULTY = ("tests.vllm.faulty", "FaultyConnector")
 KINDS = (Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT, Fault.SLOW)
-DEADLINES = {"load_deadline": "100ms", "store_deadline": "300ms"}
+LOAD_DEADLINE = {"load_deadline": "100ms"}
+DEADLINES = LOAD_DEADLINE | {"store_deadline": "300ms"}
 
 
 def use(plan: FaultPlan) -> FaultPlan:
@@ -48,7 +49,7 @@ def test_a_load_that_fails_is_not_tried_for_ever(model: Path, reference: Referen
     prompt = make_prompt(0, 200)
     expected = reference(model, [prompt])
     use(_hanging_loads())
-    with vllm_engine(model, DEADLINES, connector=FAULTY) as engine:
+    with vllm_engine(model, LOAD_DEADLINE, connector=FAULTY) as engine:
         engine.generate([prompt])
         for failed in (1, 2, 3):  # one load each time, and then everything is computed
             engine.forget()
@@ -62,7 +63,7 @@ def test_of_half_a_load_vllm_keeps_what_is_said(model: Path, reference: Referenc
 
     prompt = make_prompt(0, 200)
     use(HalfLoads(seed=0, rate=1.0))
-    with vllm_engine(model, DEADLINES, connector=FAULTY) as engine:
+    with vllm_engine(model, LOAD_DEADLINE, connector=FAULTY) as engine:
         engine.generate([prompt])
         engine.forget()
         computed = _watch_computed(engine.connector)
@@ -91,7 +92,7 @@ def test_a_slow_load_holds_nobody_up(llama: Path, reference: Reference) -> None:
 def test_a_request_aborted_while_it_loads(llama: Path) -> None:
     prompt = make_prompt(0, 200)
     use(_hanging_loads())
-    with vllm_engine(llama, DEADLINES, connector=FAULTY) as engine:
+    with vllm_engine(llama, LOAD_DEADLINE, connector=FAULTY) as engine:
         engine.generate([prompt])
         engine.forget()
         engine.add("gone", prompt)

@@ -20,7 +20,8 @@ from tests.ports import free_ports
 from tests.tiers.servers import ValkeyServer
 from tests.vllm.conftest import Reference
 from tests.vllm.device import skip_without_devices
-from tests.vllm.models import save_hybrid, save_trained
+from tests.vllm.models import save_granite, save_hybrid, save_qwen3_next, save_trained
+from tests.vllm.test_states import skip_without_convolution
 
 STAGES = Path(__file__).with_name("stages.py")
 TURNS = Path(__file__).with_name("turns.py")
@@ -138,13 +139,36 @@ def test_right_tokens_although_one_rank_fails_before_another(model: Path) -> Non
     """vLLM hears of a failed block from one rank at once, and of the end of the load when all have ended
     theirs.
     """
+    _run_faulty_ranks(model, {"tensor_parallel_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_states_that_are_divided_among_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    skip_without_convolution()
+    model = save_granite(tmp_path_factory.mktemp("granite"))
+    _run_faulty_ranks(model, {"tensor_parallel_size": 2, "block_size": 128, "max_num_batched_tokens": 128})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_states_of_pipeline_stages(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With one request at a time: the model computes in bfloat16, which rounds by what runs together."""
+    model = save_qwen3_next(tmp_path_factory.mktemp("qwen"), repeats=2)
+    steps = {"max_num_seqs": 1, "max_num_batched_tokens": 384, "max_model_len": 2048}
+    _run_faulty_ranks(model, {"pipeline_parallel_size": 2, "dtype": "bfloat16"} | steps, times=6)
+
+
+def _run_faulty_ranks(model: Path, options: dict[str, Any], times: int = 1) -> None:
     skip_without_devices(2)
-    with running(str(RANKS), str(model)) as process:
+    with running(str(RANKS), str(model), json.dumps(options), str(times)) as process:
         assert process.stdout is not None
-        line = next(line for line in process.stdout if line.startswith('{"wrong"'))
+        said: list[str] = []
+        told = any(said.append(line) or line.startswith('{"wrong"') for line in process.stdout)
+        assert told, "it has ended:\n" + "".join(said[-40:])
         mapped = mapped_files(process.pid)
     unlink_shared(mapped)
-    result = json.loads(line)
+    result = json.loads(said[-1])
     assert result["wrong"] == 0
     assert result["vllm:kvtier_loads"] > result["vllm:kvtier_loads_failed"] > 8
 

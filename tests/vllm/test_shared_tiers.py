@@ -22,6 +22,8 @@ from tests.vllm.test_explain import ASK, explained
 from tests.vllm.test_server import ANSWER, ask, check_explanations, launching, prober, wait_ready
 from tests.vllm.test_tiers import wait_open, wait_written
 
+pytestmark = pytest.mark.newest_vllm
+
 LENGTHS = (33, 100, 250)
 PROMPT, LOADED = 150, 128
 ROWS = (PROMPT + ANSWER - 1) // 32

@@ -21,6 +21,8 @@ from tests.vllm.stock import PATIENCE, STOCK, Consumer, Engine, as_engine, serve
 from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, Kind, Received, State
 from kvtier.index import PrefixIndex
 
+pytestmark = pytest.mark.newest_vllm
+
 BUFFER = 60
 
 Start = Callable[..., Engine]

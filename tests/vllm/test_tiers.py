@@ -6,8 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.vllm.conftest import Reference, tokens_of
 from tests.vllm.engines import Engine, make_prompt, vllm_engine
+
+pytestmark = pytest.mark.newest_vllm
 
 LENGTHS = (33, 100, 250)
 
@@ -30,7 +33,7 @@ def wait_written(engine: Engine) -> None:
     demotions = engine.connector._connector.connector_scheduler.manager._demotions
     until = time.monotonic() + 60
     engine.settle()
-    while len(demotions) or any(queue.offers for queue in demotions._queues.values()):
+    while demotions.has_jobs() or any(demotions._offers.values()):
         assert time.monotonic() < until
         engine.generate([make_prompt(2000, 8)], max_tokens=1)
 

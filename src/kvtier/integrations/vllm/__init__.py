@@ -16,18 +16,16 @@ and back. Differences between the two:
   several: vLLM cannot distinguish blocks of different groups. In both cases vLLM recomputes, because this
   connector asks it to.
 
-The thread that runs vLLM's scheduler or worker makes all calls. Only this package imports vLLM, and only
-the version it was made for: in another version the imported names may be missing or, worse, mean something
-else.
+The thread that runs vLLM's scheduler or worker makes all calls. Only this package imports vLLM. It is
+written for the newest supported version; `kvtier.integrations.vllm.compat` knows the others, and refuses a
+vLLM that lacks a hook.
 """
 
 from __future__ import annotations
 
-import vllm
+from kvtier.integrations.vllm.compat import expect_hooks
 
-from kvtier.integrations import expect_version
-
-expect_version("vllm", vllm.__version__, at_least="0.32", below="0.33")
+expect_hooks()  # before the modules below import what it looks for
 
 from kvtier.integrations.vllm.connector import (  # noqa: E402
     KVTierConnector,

@@ -25,8 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, group_kernel_blocks
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector import (
@@ -39,7 +38,15 @@ from kvtier.connector import (
 )
 from kvtier.errors import ConfigError
 from kvtier.integrations.summary import Summary
-from kvtier.integrations.vllm.describe import KVTierHandshake, describe_engine, summarize, wanted_layout
+from kvtier.integrations.vllm.compat import HOST_HITS, warn_of_version
+from kvtier.integrations.vllm.describe import (
+    KVTierHandshake,
+    describe_engine,
+    find_pages,
+    kept_group_ids,
+    summarize,
+    wanted_layout,
+)
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats, show_messages
 from kvtier.integrations.vllm.requests import AdmissionGate, EndedRequests, RequestLog, answer_params
 from kvtier.integrations.vllm.translate import describer, step_view, translate_event
@@ -90,7 +97,7 @@ class KVTierWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of kvtier's connector, with vLLM's interface."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = HOST_HITS
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -102,14 +109,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         show_messages(vllm_config.logging_config)
         ours = ConnectorRole.SCHEDULER if role is KVConnectorRole.SCHEDULER else ConnectorRole.WORKER
-        self._kinds = [
-            get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups
-        ]
+        self._group_ids = kept_group_ids(kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._kinds = {
+            group_id: get_kv_cache_spec_kind(groups[group_id].kv_cache_spec).value
+            for group_id in self._group_ids
+        }
+        # vLLM cannot tell the blocks of several groups apart, nor a state's block from another's.
+        self._fails_by_request = len(groups) > 1 or "mamba" in self._kinds.values()
         self._counts = Counts()
         self._summary: Summary | None = None
         self._gpu_entries: Any = None
         self._kept_entries: Any = None  # vLLM's own cache at the last reset; a new object after a clear
         self._clears = self._changes = 0  # as in `KVTierMetadata`; a worker's are those of its last step
+        self._kv_caches: dict[str, torch.Tensor] = {}  # of this worker, to register them again after a sleep
+        self._is_asleep = False  # whether vLLM may have unmapped this worker's memory
         self._live_weights: LiveWeights | None = None
         self._has_new_weights = False  # whether this worker has yet to report so
         self._changes_at_notice = -1  # loads of steps with no more changes may bring KV of old weights
@@ -121,6 +135,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Blocks of requests unknown to the core connector, since the last step.
         self._untracked_blocks: set[int] = set()
         if ours is ConnectorRole.SCHEDULER:
+            warn_of_version()
             _ask_for_recompute(vllm_config)
         stages = vllm_config.parallel_config.pipeline_parallel_size
         self._awaits_handshake = ours is ConnectorRole.SCHEDULER and stages > 1
@@ -130,7 +145,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _make_half(self, config: OffloadingConfig, role: ConnectorRole) -> None:
         """Make everything that depends on the engine's geometry."""
         self._groups = config.groups
-        self._windowed = any(group.sliding_window is not None for group in config.groups)
+        self._windowed = any(
+            group.sliding_window is not None or group.attention_chunk_size is not None
+            for group in config.groups
+        )
         self._admission_gate = AdmissionGate(config.groups)
         self._request_log = RequestLog(_log, config.settings.load_deadline)
         describe = describer(self._vllm_config)
@@ -213,7 +231,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _most_to_load(self, request: Request) -> int | None:
         """Return how many tokens may be offered to vLLM for a request. `None` means any number."""
         if request in self._admission_gate:
-            # A load of this request failed, ours or a sibling connector's. vLLM 0.32 may wait for ever to
+            # A load of this request failed, ours or a sibling connector's. vLLM may wait for ever to
             # begin another, since it reserves the blocks of this request against itself. A sibling that is
             # asked after us must not offer any tokens either.
             request.skip_reading_prefix_cache |= self._in_company
@@ -229,14 +247,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._admission_gate.add(request)
         block_ids = blocks.get_block_ids()
         if request.request_id in self._shown:
-            self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+            kept = tuple(block_ids[group_id] for group_id in self._group_ids)
+            self._connector.update_state_after_alloc(request, kept, num_external_tokens)
         else:  # another connector may load into these blocks
             self._untracked_blocks.update(*block_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         """Return this step's orders for the workers."""
         self._admission_gate.discard(scheduler_output.num_scheduled_tokens)
-        step = step_view(scheduler_output)
+        step = step_view(scheduler_output, self._group_ids)
         step.ended = self._ended.entries()
         step.speculative_blocks, self._untracked_blocks = self._untracked_blocks, set()
         orders = self._connector.build_connector_meta(step)
@@ -315,7 +334,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
         cleared, self._gpu_entries = self._gpu_entries not in (None, entries), entries
         events = self._connector.retell_events() if cleared else self._connector.take_events()
-        return [translate_event(event, self._kinds) for event in events]
+        return [translate_event(event, self._group_ids, self._kinds) for event in events]
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         """Take the counts since the last call.
@@ -356,12 +375,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         Layers that share another's cache belong to no group and are left out.
         """
-        num_blocks = self._kv_cache_config.num_blocks
-        names = {name for group in self._groups for name in group.layer_names}
-        self._connector.register_kv_caches(
-            {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in kv_caches if name in names},
-            blocks_first=True,
-        )
+        self._kv_caches = find_pages(kv_caches, self._kv_cache_config)
+        self._connector.register_kv_caches(self._kv_caches, blocks_first=True)
         is_watched, models = watchable(self._vllm_config), find_models()
         if not models:
             logger.warning(
@@ -371,9 +386,30 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif is_watched is not None:
             self._live_weights = LiveWeights(models, is_watched)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return True: no transfer touches memory that vLLM has unmapped. vLLM calls this from 0.33 on."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """End all transfers before vLLM unmaps its memory to sleep. Idempotent.
+
+        vLLM calls this from 0.33 on. It has reset the connector before, so nothing is lost that a reset does
+        not drop anyway.
+        """
+        if not self._is_asleep:
+            self._is_asleep = True
+            self._connector.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Use vLLM's memory again, which it has mapped to the same addresses. Idempotent."""
+        if self._is_asleep:
+            self._connector.register_kv_caches(self._kv_caches, blocks_first=True)
+            self._is_asleep = False
+
     def handle_preemptions(self, kv_connector_metadata: KVTierMetadata) -> None:
         """End the stores that read blocks which this step overwrites. vLLM calls it first in every step."""
-        if self._live_weights is not None:
+        if self._live_weights is not None and not self._is_asleep:  # else the weights may be unmapped too
             self._live_weights.look(after_clear=kv_connector_metadata.clears != self._clears)
             self._clears = kv_connector_metadata.clears
         self._connector.handle_preemptions(kv_connector_metadata.orders)
@@ -407,7 +443,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._connector.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load is over and, with several groups, those whose load failed."""
+        """Return the requests whose load is over and, unless blocks are reported, those that failed."""
         if self._connector_metadata is not None and self._connector_metadata.idle:
             self._connector.wait_for_transfers(_IDLE_SECONDS)
         if not self._check_weights():
@@ -417,7 +453,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._output.reports[:0] = left.reports
         return KVConnectorTransferResults(
             finished_recving=self._output.finished_recving,
-            failed_recving=self._output.failed_recving if len(self._groups) > 1 else set(),
+            failed_recving=self._output.failed_recving if self._fails_by_request else set(),
         )
 
     def _check_weights(self) -> bool:
@@ -442,7 +478,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Take the blocks whose load failed, of a model with one group."""
         failed, self._output.invalid_block_ids = self._output.invalid_block_ids, set()
-        return failed if len(self._groups) == 1 else set()
+        return set() if self._fails_by_request else failed
 
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         """Take the results of jobs for the scheduler's side."""

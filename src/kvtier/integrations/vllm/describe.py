@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.config.cache import CacheDType
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, in_the_same_node_as
@@ -25,10 +24,13 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
 )
 
 from kvtier import __version__
@@ -47,16 +49,23 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
 
-_SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-_NUMBER_FORMATS = dict.fromkeys(get_args(CacheDType), "") | {
+_SUPPORTED_SPECS = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+)
+_NUMBER_FORMATS = {
     "float16": "float16",
     "bfloat16": "bfloat16",
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""The format of the values in a cache, by vLLM's name of it; empty where scales lie among the values."""
-del _NUMBER_FORMATS["auto"]
+"""The format of the values in a cache, by vLLM's name of it. In others scales lie among the values, or their
+format is a plug-in's.
+"""
 _INSTEAD = "vLLM's own OffloadingConnector may serve it"
 _UNSUPPORTED = {
     "decode_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
@@ -125,9 +134,20 @@ def describe_engine(
         replicas=_num_replicas(vllm_config, kv_cache_config),
         number_format=number_format,
         audit_tolerance=_audit_tolerance(vllm_config, number_format),
+        writes_before_fence=_writes_before_fence(vllm_config, kv_cache_config),
         may_load=transfer.is_kv_consumer,  # and so is `kv_both`
         may_store=transfer.is_kv_producer,
     )
+
+
+def _writes_before_fence(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether vLLM may write to new blocks before it calls `handle_preemptions`.
+
+    Its second model runner clears new blocks of models with recurrent layers, and copies states and blocks
+    that are shared in part, before that call; its first runner makes the call first.
+    """
+    clears = kv_cache_config.needs_kv_cache_zeroing or vllm_config.cache_config.prefix_match_unit is not None
+    return bool(clears and vllm_config.use_v2_model_runner)
 
 
 def _number_format(vllm_config: VllmConfig) -> str:
@@ -136,7 +156,9 @@ def _number_format(vllm_config: VllmConfig) -> str:
     is_fp8_of_cuda = cache.cache_dtype != "fp8" or current_platform.is_cuda()
     if cache.kv_cache_dtype_skip_layers or not is_fp8_of_cuda:  # others have other formats of that name
         return ""
-    return _NUMBER_FORMATS.get(cache.cache_dtype, str(model.dtype).removeprefix("torch."))
+    if cache.cache_dtype == "auto":
+        return str(model.dtype).removeprefix("torch.")
+    return _NUMBER_FORMATS.get(cache.cache_dtype, "")
 
 
 def _audit_tolerance(vllm_config: VllmConfig, number_format: str) -> float:
@@ -165,10 +187,10 @@ def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     """
     parallel = vllm_config.parallel_config
     ranks: int = parallel.tensor_parallel_size
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in kept_group_ids(kv_cache_config)]
     is_same = (
         kv_cache_config.kv_tp_replicas == ranks == parallel.world_size
-        and all(type(_spec_of_layers(spec)) is MLAAttentionSpec for spec in specs)
+        and all(type(spec) is MLAAttentionSpec for group in groups for spec in layer_specs(group).values())
         and vllm_config.speculative_config is None
     )
     return ranks if is_same else 1
@@ -194,38 +216,96 @@ def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
             raise ConfigError("tensor_parallel_size", f"{problem}: {_ONE_MACHINE}")
 
 
+def kept_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Return the groups that kvtier keeps: those whose blocks vLLM itself finds again by their hashes.
+
+    Others, such as ring buffers, belong to one request each, and vLLM rebuilds them.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(
+        group_id
+        for group_id in kv_cache_config.prefix_cacheable_group_ids
+        if not groups[group_id].host_resident
+    )
+
+
+def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """Return the spec of each layer of a group."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
 def _describe_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupConfig, ...]:
-    indices = range(len(kv_cache_config.kv_cache_groups))
-    return tuple(_describe_group(index, kv_cache_config) for index in indices)
+    kept = kept_group_ids(kv_cache_config)
+    if not kept:
+        raise InputError(f"KV cache groups: expected one that can be found again, got none; {_INSTEAD}")
+    return tuple(_describe_group(index, kv_cache_config.kv_cache_groups[index]) for index in kept)
 
 
-def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
-    group: KVCacheGroupSpec = kv_cache_config.kv_cache_groups[index]
+def _describe_group(index: int, group: KVCacheGroupSpec) -> GroupConfig:
     if not group.layer_names:
         problem = "expected a layer of every group on every pipeline stage, got none"
         remedy = "divide the layers otherwise (VLLM_PP_LAYER_PARTITION)"
         raise InputError(f"KV cache group {index}: {problem}; {remedy}; {_INSTEAD}")
-    spec = _spec_of_layers(group.kv_cache_spec)
-    if type(spec) not in _SUPPORTED_SPECS:
-        known = ", ".join(kind.__name__ for kind in _SUPPORTED_SPECS)
-        raise InputError(
-            f"KV cache group {index}: expected one of {known}, got {type(spec).__name__}; {_INSTEAD}"
-        )
-    # A layer's page is the shorter of the two strides, whether layers or blocks are the outer dimension.
-    tensors = [
-        tensor for tensor in kv_cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names)
-    ]
-    pages = {min(tensor.layer_stride, tensor.block_stride) for tensor in tensors}
-    if len(pages) > 1:
-        raise InputError(
-            f"KV cache group {index}: expected layers with pages of one size, got {sorted(pages)} bytes"
-        )
+    specs = layer_specs(group)
+    for name, spec in specs.items():
+        if type(spec) not in _SUPPORTED_SPECS:
+            known = ", ".join(kind.__name__ for kind in _SUPPORTED_SPECS)
+            got = f"{type(spec).__name__} of layer {name}"
+            raise InputError(f"KV cache group {index}: expected one of {known}, got {got}; {_INSTEAD}")
+        _expect_boundaries(name, spec)
+    spec = next(iter(specs.values()))  # all are of one kind and one block size, as in vLLM's scheduler
     return GroupConfig(
         block_size=spec.block_size,
-        bytes_per_block=spec.unpadded_page_size_bytes * len(group.layer_names),
+        bytes_per_block=sum(map(content_bytes, specs.values())),
         layer_names=tuple(group.layer_names),
         sliding_window=_tokens_kept(spec),
+        attention_chunk_size=(
+            spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
+        ),
+        is_state=isinstance(spec, MambaSpec),
     )
+
+
+def _expect_boundaries(name: str, spec: KVCacheSpec) -> None:
+    """Refuse a recurrent layer whose states vLLM does not keep at the boundaries of blocks."""
+    if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align":
+        problem = f"expected 'align', got {spec.mamba_cache_mode!r} for layer {name}"
+        remedy = "no state can be found again without it; turn prefix caching on (--enable-prefix-caching)"
+        raise ConfigError("mamba_cache_mode", f"{problem}: {remedy}")
+
+
+def content_bytes(spec: KVCacheSpec) -> int:
+    """Return the bytes of a layer's page without padding."""
+    return int(
+        spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes
+    )
+
+
+def find_pages(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
+) -> dict[str, torch.Tensor]:
+    """Return the pages of every layer that is kept, as tensors that count vLLM's blocks first.
+
+    A recurrent layer's tensor shows one of its states; its page holds all of them, at the same distances.
+    """
+    strides = {
+        name: tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers
+    }
+    num_blocks, pages = kv_cache_config.num_blocks, {}
+    for group_id in kept_group_ids(kv_cache_config):
+        for name, spec in layer_specs(kv_cache_config.kv_cache_groups[group_id]).items():
+            cache = kv_caches[name]
+            if isinstance(spec, MambaSpec):
+                first = cache.storage_offset() * cache.element_size()
+                view = torch.empty(0, dtype=torch.int8, device=cache.device)
+                cache = view.set_(
+                    cache.untyped_storage(), first, (num_blocks, content_bytes(spec)), (strides[name], 1)
+                )
+            pages[name] = group_kernel_blocks(cache, num_blocks)
+    return pages
 
 
 def _tokens_kept(spec: KVCacheSpec) -> int | None:
@@ -238,11 +318,6 @@ def _tokens_kept(spec: KVCacheSpec) -> int | None:
     return int(spec.sliding_window + spec.extra_retained_tokens)
 
 
-def _spec_of_layers(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec of a group's layers, all of one type; of several the first, as in vLLM's scheduler."""
-    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
 def _namespace(
     vllm_config: VllmConfig,
     groups: tuple[GroupConfig, ...],
@@ -251,9 +326,9 @@ def _namespace(
 ) -> Namespace:
     """Begin to compute the namespace.
 
-    The layers of later pipeline stages follow from those of the first and from each stage's bytes: a stage
-    has the next layers, and pages of a group have one size. The files of the weights are located at once,
-    because a hub's branch may move on, and the settings are read at once, because vLLM notes things in them.
+    The layers of later pipeline stages follow from the number of stages and from vLLM's settings. The files
+    of the weights are located at once, because a hub's branch may move on, and the settings are read at
+    once, because vLLM notes things in them.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm, weights = cache.prefix_caching_hash_algo, all_weights(vllm_config)
@@ -382,10 +457,11 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
 
     `None` leaves the choice to vLLM, where another layout was not measured to be faster or could keep an
     engine from starting: vLLM cannot cut blocks that are not dense by layer into the smaller ones of some
-    kernels, and children of a `MultiConnector` must all want the same. `VLLM_KV_CACHE_LAYOUT` overrides any
-    layout.
+    kernels, which it must with recurrent layers, and children of a `MultiConnector` must all want the same.
+    `VLLM_KV_CACHE_LAYOUT` overrides any layout.
     """
-    if not current_platform.is_cuda() or vllm_config.model_config.use_mla or _is_in_company():
+    model = vllm_config.model_config
+    if not current_platform.is_cuda() or model.use_mla or model.is_hybrid or _is_in_company():
         return None
     capability = current_platform.get_device_capability()
     fits = (

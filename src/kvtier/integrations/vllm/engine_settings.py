@@ -72,11 +72,11 @@ HARMLESS = _by_name(
             ParallelConfig._api_process_rank SchedulerConfig.stream_interval VllmConfig.shutdown_timeout""",
         "logs, metrics and profiles": """
             CompilationConfig.debug_dump_path VllmConfig.kv_events_config VllmConfig.logging_config
-            VllmConfig.observability_config VllmConfig.profiler_config""",
+            VllmConfig.observability_config VllmConfig.profiler_config VllmConfig.watchdog_config""",
         "the name of one start": """
             ECTransferConfig.engine_id KVTransferConfig.engine_id VllmConfig.instance_id""",
         "addresses, ports and places": """
-            ECTransferConfig.ec_ip ECTransferConfig.ec_port KVTransferConfig.kv_port
+            ECTransferConfig.ec_ip ECTransferConfig.ec_port KVTransferConfig.kv_ip KVTransferConfig.kv_port
             ParallelConfig._coord_store_port ParallelConfig._data_parallel_master_port_list
             ParallelConfig.assigned_physical_gpu_ids ParallelConfig.data_parallel_master_ip
             ParallelConfig.data_parallel_master_port ParallelConfig.data_parallel_rpc_port
@@ -101,9 +101,10 @@ HARMLESS = _by_name(
             CacheConfig.gpu_memory_utilization CacheConfig.kv_cache_max_concurrency
             CacheConfig.kv_cache_memory_bytes CacheConfig.kv_cache_size_tokens CacheConfig.kv_offloading_size
             CacheConfig.num_cpu_blocks CacheConfig.num_gpu_blocks CacheConfig.num_gpu_blocks_override
-            ECTransferConfig.ec_buffer_size MultiModalConfig.mm_ipc_gpu_memory_gb
-            MultiModalConfig.mm_processor_cache_gb MultiModalConfig.mm_shm_cache_max_object_size_mb
-            MultiModalConfig.skip_mm_profiling SchedulerConfig.encoder_cache_size""",
+            CacheConfig.simple_cpu_offload_num_blocks ECTransferConfig.ec_buffer_size
+            MultiModalConfig.mm_ipc_gpu_memory_gb MultiModalConfig.mm_processor_cache_gb
+            MultiModalConfig.mm_shm_cache_max_object_size_mb MultiModalConfig.skip_mm_profiling
+            SchedulerConfig.encoder_cache_size""",
         "where processed images wait, not what they are": """
             ECTransferConfig.ec_buffer_device MultiModalConfig.mm_processor_cache_type
             MultiModalConfig.mm_tensor_ipc""",
@@ -147,7 +148,8 @@ HARMLESS = _by_name(
         "connectors move KV, and do not compute any": """
             KVTransferConfig.kv_buffer_device KVTransferConfig.kv_connector
             KVTransferConfig.kv_connector_extra_config KVTransferConfig.kv_connector_module_path
-            KVTransferConfig.kv_load_failure_policy KVTransferConfig.kv_role""",
+            KVTransferConfig.kv_buffer_size KVTransferConfig.kv_load_failure_policy
+            KVTransferConfig.kv_parallel_size KVTransferConfig.kv_rank KVTransferConfig.kv_role""",
         "the KV of adapters never leaves the pool": """
             LoRAConfig.default_mm_loras LoRAConfig.max_cpu_loras LoRAConfig.max_lora_rank
             LoRAConfig.max_loras""",
@@ -157,7 +159,7 @@ HARMLESS = _by_name(
             ModelConfig.sleep_mode_offload_cudagraph ModelConfig.sleep_preserve_parameter_names""",
     }
 )
-"""Fields, as `Class.field`, that KV does not depend on, with the reason."""
+"""Fields, as `Class.field`, that KV does not depend on, with the reason. Not every version has them all."""
 
 HARMLESS_VARIABLES = _by_name(
     {

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvtier.config import format_size
 from kvtier.connector import ConnectorStats, OffloadingConnectorScheduler
-from kvtier.connector.metrics import METRICS, is_of_tiers
+from kvtier.connector.metrics import METRICS, label_names
 from kvtier.metrics import Histogram, Metric, MetricKind, Registry
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ _INTERVAL = 1.0  # seconds between two reads of pool and tiers, whose slots have
 _TOTALS = tuple(field.name for field in fields(ConnectorStats))
 _TIMES = {"load_seconds": "loads", "store_seconds": "stores"}
 _EVERY_STEP = {*_TOTALS, *_TIMES}
-_get_totals: Callable[[ConnectorStats], tuple[int, ...]] = attrgetter(*_TOTALS)
+_get_totals: Callable[[ConnectorStats], tuple[float, ...]] = attrgetter(*_TOTALS)
 _OURS, _VLLM = logging.getLogger("kvtier"), logging.getLogger("vllm")
 
 
 def _metric_of(key: str) -> Metric:
-    """Return the metric of an entry in `KVTierStats`: `loads`, or `tier_promoted:disk` of a tier."""
+    """Return the metric of an entry in `KVTierStats`: `loads`, or with a label `tier_promoted:disk`."""
     return METRICS[key.partition(":")[0]]
 
 
@@ -61,6 +61,8 @@ class KVTierStats(KVConnectorStats):  # type: ignore[misc]
             metric = _metric_of(key)
             if metric.kind is MetricKind.HISTOGRAM:
                 reduced[f"kvtier {key} median"] = f"{median(value):.4f}"
+            elif metric.name.endswith("_seconds"):
+                reduced[f"kvtier {key}"] = f"{value:.4f}"
             else:
                 reduced[f"kvtier {key}"] = format_size(value) if metric.name.endswith("_bytes") else value
         return reduced
@@ -122,7 +124,7 @@ class Counts:
 
 
 class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Metrics for vLLM's /metrics: `vllm:kvtier_<name>`; those of tiers have a `tier`."""
+    """Metrics for vLLM's /metrics: `vllm:kvtier_<name>`; those of tiers have a `tier`, misses a `reason`."""
 
     def __init__(
         self, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
@@ -138,12 +140,12 @@ class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:kvtier_{name}",
                 documentation=metric.text,
-                labelnames=[*labelnames, *(["tier"] if is_of_tiers(metric) else [])],
+                labelnames=[*labelnames, *label_names(metric)],
                 **({"buckets": metric.buckets} if metric.buckets else {}),
             )
         for name in METRICS:
             # Counts are shown as 0 before anything is counted; a gauge has no value before it is read.
-            if not is_of_tiers(METRICS[name]) and METRICS[name].kind is not MetricKind.GAUGE:
+            if not label_names(METRICS[name]) and METRICS[name].kind is not MetricKind.GAUGE:
                 for index in per_engine_labelvalues:
                     self._child(name, index)
 
@@ -160,8 +162,8 @@ class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     child.observe(seconds)
 
     def _child(self, key: str, engine_idx: int) -> Any:
-        name, *tier = key.split(":")
-        return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *tier)
+        name, *label = key.split(":")
+        return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *label)
 
 
 class _ToVllm(logging.Handler):

@@ -34,6 +34,7 @@ _ADVICE = {
     MissReason.TOO_SLOW: "it was given up",
 }
 """The advice for misses that cost time. Other misses are new prompts, resets, or a choice."""
+_STATE_BLOCKS = 8  # at most, of a request's recurrent layers: the state, the one before, and those of drafts
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -41,15 +42,18 @@ class AdmissionGate:
     """Holds a request back while others that have blocks must run first.
 
     It keeps the requests between their first blocks and their first step, whichever connector loads for
-    them. vLLM 0.32 can leave such requests waiting for each other for ever: it reserves too few blocks for
-    them if a window keeps blocks; and a request whose load failed gives its blocks back but stays ahead of
-    the others, which are not considered while it does not fit. The gate makes no request wait for ever: it
-    opens once the others run.
+    them. vLLM (0.31 to 0.33) can leave such requests waiting for each other for ever: it reserves too few
+    blocks for them if a window or a state keeps blocks; and a request whose load failed gives its blocks
+    back but stays ahead of the others, which are not considered while it does not fit. The gate makes no
+    request wait for ever: it opens once the others run.
     """
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
         self._groups = groups
-        self._windowed = any(group.sliding_window is not None for group in groups)
+        self._drops_blocks = any(
+            group.is_state or group.sliding_window is not None or group.attention_chunk_size is not None
+            for group in groups
+        )
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
@@ -70,7 +74,7 @@ class AdmissionGate:
 
     def must_wait(self, request: Request, tokens: int, manager: Any) -> bool:
         """Return whether others must run before this request, with `tokens` to load, gets blocks."""
-        may_block = self._windowed if tokens else request in self
+        may_block = self._drops_blocks if tokens else request in self
         if not may_block:
             return False
         others = self._requests.values()
@@ -83,7 +87,8 @@ class AdmissionGate:
         return any(taken.values()) and bool(missing + self._num_blocks(request) > free)
 
     def _num_blocks(self, request: Request) -> int:
-        return sum(request.num_tokens // group.block_size + 1 for group in self._groups)
+        counts = [(group.is_state, request.num_tokens // group.block_size + 1) for group in self._groups]
+        return sum(min(count, _STATE_BLOCKS) if is_state else count for is_state, count in counts)
 
 
 class EndedRequests:
@@ -91,9 +96,10 @@ class EndedRequests:
 
     With asynchronous scheduling vLLM schedules a step before the tokens of the previous step are known. The
     hash of a generated block is then known one step after the block is complete, and a request that ends
-    there has no such step. It gets one more, without tokens: an entry in the view of the next step. vLLM has
-    freed its blocks by then; if that step gives one of them to another request, the core stores nothing.
-    Aborted requests are left out: their blocks are not worth a rule.
+    there has no such step (vLLM 0.33 puts the block into its own cache then, but tells no connector). It
+    gets one more, without tokens: an entry in the view of the next step. vLLM has freed its blocks by then;
+    if that step gives one of them to another request, the core stores nothing. Aborted requests are left
+    out: their blocks are not worth a rule.
     """
 
     def __init__(self, schedules_ahead: bool) -> None:

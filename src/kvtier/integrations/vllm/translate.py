@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from kvtier.connector import CachedRequest, NewRequest, StepView
+from kvtier.connector import BlockIds, BoundaryState, CachedRequest, NewRequest, StepView
 from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, Describe, Description
 
 if TYPE_CHECKING:
@@ -25,16 +26,24 @@ _HEX_DIGITS = {"blake3": 64, "sha256": 64, "sha512": 128}
 """The length of a digest by each of vLLM's algorithms for media."""
 
 
-def step_view(output: SchedulerOutput) -> StepView:
-    """Translate a scheduled step."""
-    cached = output.scheduled_cached_reqs
+def step_view(output: SchedulerOutput, group_ids: Sequence[int]) -> StepView:
+    """Translate a scheduled step, as far as it concerns the groups that are kept."""
+    cached, block_state = output.scheduled_cached_reqs, output.kv_connector_block_state
+    states = {} if block_state is None else block_state.boundary_state_offloads
+    index_of = {group_id: index for index, group_id in enumerate(group_ids)}
+
+    def select(block_ids: BlockIds) -> BlockIds:
+        return tuple(block_ids[group_id] for group_id in group_ids)
+
     return StepView(
         new=[
-            NewRequest(new.req_id, new.block_ids, new.num_computed_tokens)
+            NewRequest(new.req_id, select(new.block_ids), new.num_computed_tokens)
             for new in output.scheduled_new_reqs
         ],
         cached=[
-            CachedRequest(req_id, block_ids, computed, req_id in cached.resumed_req_ids)
+            CachedRequest(
+                req_id, block_ids and select(block_ids), computed, req_id in cached.resumed_req_ids
+            )
             for req_id, block_ids, computed in zip(
                 cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
             )
@@ -43,6 +52,14 @@ def step_view(output: SchedulerOutput) -> StepView:
         preempted_req_ids=output.preempted_req_ids or set(),
         finished_req_ids=output.finished_req_ids,
         copied_blocks=output.kv_cache_block_copies or (),
+        boundary_states={
+            req_id: [
+                BoundaryState(index_of[group_id], block_id, boundary)
+                for group_id, block_id, boundary in offers
+                if group_id in index_of
+            ]
+            for req_id, offers in states.items()
+        },
     )
 
 
@@ -90,8 +107,10 @@ def describe_blocks(
     )
 
 
-def translate_event(event: Any, kinds: list[str]) -> kv_events.KVCacheEvent:
-    """Convert our event to vLLM's: the same fields, with hashes and group kind in vLLM's form."""
+def translate_event(
+    event: Any, group_ids: Sequence[int], kinds: Mapping[int, str]
+) -> kv_events.KVCacheEvent:
+    """Convert our event to vLLM's: the same fields, with hashes, group and its kind in vLLM's form."""
     theirs = {
         kind: getattr(kv_events, kind.__name__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
     }
@@ -102,6 +121,8 @@ def translate_event(event: Any, kinds: list[str]) -> kv_events.KVCacheEvent:
         ]
     if values.get("parent_block_hash") is not None:
         values["parent_block_hash"] = maybe_convert_block_hash(values["parent_block_hash"])
+    if values.get("group_idx") is not None:
+        values["group_idx"] = group_ids[values["group_idx"]]
     if values.get("kv_cache_spec_kind") is not None:
         values["kv_cache_spec_kind"] = kinds[values["group_idx"]]
     return theirs[type(event)](**values)
