@@ -359,6 +359,10 @@ class SlotTable:
         calls = (getattr(policy, name) if is_ours else partial(self._ask, name) for name in _CALLS)
         self._insert, self._touch, self._end_request, self._remove, self._clear, *rest = calls
         self._check, self._choose_victims, self._choose_for, self._coldest, self._ranked = rest
+        if type(policy).end_request is CachePolicy.end_request:
+            self._end_request = lambda slots, reused, _ending: self._touch(slots, reused)
+        if type(policy).evict_for is CachePolicy.evict_for:
+            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args)
 
     def _ask(self, call: str, *args: Any) -> Any:
         """Call a policy of another package, with copies of arrays: the originals belong to transfers too.
