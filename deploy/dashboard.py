@@ -147,7 +147,8 @@ def tokens() -> Panels:
     below = f"clamp_max({ours('tier_promoted_bytes', 'tier')} / scalar({read}), 1)"
     by_tier = {"host memory": pool, "{{tier}}": f"{below} * scalar({loaded} / {asked})"}
     rates = {"kvtier, of the rest": f"{loaded} / {asked}", "vLLM's cache": f"{hits} / {queries}"}
-    idle = {"computing is faster": ours("not_worth"), "waits for a chunk": ours("waits")}
+    begun = {"loads": ours("loads"), "stores": ours("stores")}
+    begun |= {"computing is faster": ours("not_worth"), "waits for a chunk": ours("waits")}
     why = "Prompts per second by why their first computed chunk was not loaded: docs/vllm.md lists reasons."
     estimate = "Estimated by bytes: what a tier brought into host memory, of all that was loaded."
     return [
@@ -155,10 +156,8 @@ def tokens() -> Panels:
         share("Hit rate", rates),
         share("Hit rate of kvtier, by tier", by_tier, estimate, filled=True),
         area("Misses by reason", "reqps", {"{{reason}}": ours("misses", "reason")}, why),
-        graph(
-            "Computing saved, seconds per second", "s", {"{{instance}}": ours("saved_seconds", "instance")}
-        ),
-        graph("Loads not begun, or waited for", "cps", idle),
+        graph("Computing saved per second", "s", {"{{instance}}": ours("saved_seconds", "instance")}),
+        graph("Loads and stores, and loads not begun", "cps", begun),
     ]
 
 
@@ -204,10 +203,7 @@ def room() -> Panels:
     limit = "By default write_limit is 4: beyond that, kvtier writes only rows that are offered again."
     left = {"pool: evicted": ours("evictions"), "pool: refused": ours("refusals")}
     left |= {f"{{{{tier}}}}: {word}": ours(f"tier_{word}", "tier") for word in ("evicted", "refused")}
-    unwritten = {
-        "left the pool before": ours("unwritten"),
-        "{{tier}}: dropped": ours("tier_dropped", "tier"),
-    }
+    unwritten = {"left the pool": ours("unwritten"), "{{tier}}: dropped": ours("tier_dropped", "tier")}
     dashed = common.GraphThresholdsStyleConfig().mode(looks.GraphThresholdsStyleMode.DASHED)
     wear = graph("Written in 24 hours, in capacities of the disk", "short", {WHERE: written}, limit)
     return [
@@ -235,9 +231,7 @@ def health() -> Panels:
     return [
         timeline("Suspended tiers", {f"#{{{{engine}}}} {WHERE}": suspended}, ("in use", "suspended")),
         graph("Failures of tiers since the start", "none", totals(tiers, TIER, WHERE), checks),
-        graph(
-            "Failed transfers since the start", "none", totals(failed), "vLLM computes what did not come."
-        ),
+        graph("Failed transfers since the start", "none", totals(failed), "vLLM computes the tokens."),
         graph("Chunks audited", "cps", {"{{instance}}": ours("audited_chunks", "instance")}),
         graph("Findings of audits since the start", "none", totals(audits), leaving),
         graph("Weight changes since the start, and resets", "none", totals(resets)),
