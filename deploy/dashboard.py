@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -69,7 +70,7 @@ def steps(color: str, bad_from: float) -> dashboard.ThresholdsConfig:
     return dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(listed)
 
 
-def targets(queries: Queries) -> list[prometheus.Dataquery]:
+def targets(queries: Queries) -> list[Any]:
     """Return the queries of a panel as Grafana has them, named from A on."""
     return [
         prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(ord("A") + number))
