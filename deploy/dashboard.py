@@ -103,6 +103,14 @@ def share(title: str, queries: Queries, text: str = "", filled: bool = False) ->
     return graph(title, "percentunit", queries, text, filled).max(1)
 
 
+def colored(panel: timeseries.Panel, **colors: str) -> timeseries.Panel:
+    """Give series, by their legends, colors that mean something."""
+    for name, color in colors.items():
+        fixed = model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": color})
+        panel.override_by_name(name, [fixed])
+    return panel
+
+
 def number(title: str, unit: str, query: str, text: str, bad_from: float | None = None) -> stat.Panel:
     """Return a panel with one number, blue; or green, and red from a value on."""
     panel = stat.Panel().title(title).description(text).unit(unit).span(4).height(4).datasource(SOURCE)
@@ -143,7 +151,7 @@ def tokens() -> Panels:
     """Return where prompts came from, and why not from kvtier."""
     loaded, asked, read = ours("loaded_tokens"), ours("asked_tokens"), ours("load_bytes")
     hits, queries = rate("vllm:prefix_cache_hits"), rate("vllm:prefix_cache_queries")
-    sources = {"computed": f"{asked} - {loaded}", "loaded by kvtier": loaded, "on the GPU": hits}
+    sources = {"computed": f"{asked} - {loaded}", "loaded": loaded, "on the GPU": hits}
     pool = f"clamp_min(1 - ({ours('tier_promoted_bytes')} or vector(0)) / {read}, 0) * {loaded} / {asked}"
     below = f"clamp_max({ours('tier_promoted_bytes', 'tier')} / scalar({read}), 1)"
     by_tier = {"host memory": pool, "{{tier}}": f"{below} * scalar({loaded} / {asked})"}
@@ -153,7 +161,9 @@ def tokens() -> Panels:
     why = "Prompts per second by why their first computed chunk was not loaded: docs/vllm.md lists reasons."
     estimate = "Estimated by bytes: what a tier brought into host memory, of all that was loaded."
     return [
-        area("Prompt tokens per second, by source", "short", sources),
+        colored(
+            area("Prompt tokens per second, by source", "short", sources), computed="orange", loaded="green"
+        ),
         share("Hit rate", rates),
         share("Hit rate of kvtier, by tier", by_tier, estimate, filled=True),
         area("Misses by reason", "reqps", {"{{reason}}": ours("misses", "reason")}, why),
@@ -241,25 +251,31 @@ def health() -> Panels:
 
 def index() -> Panels:
     """Return the panels of `kvtier index serve` and of the event streams that it follows."""
-    worker, source = "{{exported_instance}} #{{rank}}", "kvtier_index_source_"
-    words = ("gaps", "lost_batches", "bad_frames", "pending_overflows", "digest_mismatches")
-    by = "exported_instance, rank"
-    losses = {f"{worker} {word}": shown(f"{source}{word}_total", by, INDEX) for word in words}
-    streams = {"connected": f"sum({source}connected{INDEX})"}
-    streams[f"{worker} lag, s"] = f"max by ({by}) ({source}lag_seconds{INDEX})"
-    size = {"{{model}} bytes, of the budget": f"kvtier_index_bytes{INDEX} / kvtier_index_budget{INDEX}"}
-    refused = ("dropped", "refused", "orphans_dropped", "unknown")
-    size |= {f"{word}/s": rate(f"kvtier_index_{word}", of=INDEX) for word in refused}
-    requests = {"{{path}} {{status}}/s": rate("kvtier_index_requests", "path, status", "")}
-    requests |= quantiles("kvtier_index_request_seconds", of='{path=~"/query.*"}')
+    by, worker, source = "exported_instance, rank", "{{exported_instance}} #{{rank}}", "kvtier_index_source_"
+    states = {"{{state}}": shown(f"{source}state", "state", INDEX)}
+    states["connected"] = f"sum({source}connected{INDEX})"
+    losses = ("gaps", "lost_batches", "bad_frames", "pending_overflows", "digest_mismatches")
+    lost = {f"{worker} {word}": shown(f"{source}{word}_total", by, INDEX) for word in losses}
+    repairs = ("replays", "snapshots", "resets", "reconnects")
+    refusals = ("dropped", "refused", "orphans_dropped", "unknown")
+    refused = {
+        f"{{{{model}}}} {word}": shown(f"kvtier_index_{word}_total", "model", INDEX) for word in refusals
+    }
+    budget = {"{{model}}": f"kvtier_index_bytes{INDEX} / kvtier_index_budget{INDEX}"}
+    queries = quantiles("kvtier_index_request_seconds", of='{path=~"/query.*"}')
     held = {"{{tier}}": shown("kvtier_index_worker_blocks", "tier", INDEX)}
     return [
-        area("Publishers by state", "none", {"{{state}}": shown(f"{source}state", "state", INDEX)}),
-        graph("Lost on the way since the start", "none", losses, "Gaps are repaired; lost batches are not."),
-        graph("Publishers connected, and their lag", "short", streams, "Lag: age of a batch when applied."),
+        colored(graph("Publishers by state", "none", states), exact="green", degraded="red"),
+        graph(
+            "Lag of events", "s", {worker: f"max by ({by}) ({source}lag_seconds{INDEX})"}, "When applied."
+        ),
+        graph("Batches of events per second", "cps", {worker: rate(f"{source}batches", by, INDEX)}),
+        graph("Lost on the way since the start", "none", lost, "Gaps are repaired; lost batches are not."),
+        graph("Repairs per second", "cps", {word: rate(f"{source}{word}", of=INDEX) for word in repairs}),
+        graph("Blocks that the index refused since the start", "none", refused),
         area("Blocks held, by tier", "short", held),
-        graph("Size of the index, and blocks refused", "short", size),
-        graph("Requests, and seconds of queries", "short", requests),
+        share("Memory of the index, of its budget", budget),
+        graph("Time of queries to the index", "s", queries),
     ]
 
 
