@@ -38,7 +38,7 @@ ABSENT = {
     "vllm:kvtier_tier_late_total": "no call was late",
     "vllm:kvtier_tier_refused_total": "the disk took every row",
 }
-"""Counters with a label that have nothing to count here: vLLM declares them, and has no sample of them."""
+"""Counters with a label that have nothing to count here: vLLM then declares them, and has no sample."""
 
 Ask = Callable[..., Any]
 
@@ -127,7 +127,7 @@ def test_every_panel_shows_a_number(ask: Ask) -> None:
 
 
 def test_every_metric_was_scraped(ask: Ask) -> None:
-    assert all_metrics() - set(ask("label/__name__/values")) == ABSENT.keys()
+    assert all_metrics() - set(ask("label/__name__/values")) <= ABSENT.keys()
     declared = {name.removesuffix("_total") for name in ask("metadata")}
     assert {name.removesuffix("_total") for name in ABSENT} <= declared
 
@@ -140,7 +140,9 @@ def test_variables_have_values(ask: Ask) -> None:
     assert (values["job"], values["model_name"], len(values["instance"])) == (["vllm"], ["tiny"], 1)
 
 
-def test_alerts_are_evaluated_and_silent(ask: Ask) -> None:
+def test_alerts_are_evaluated_and_none_fires(ask: Ask) -> None:
     (group,) = ask("rules")["groups"]
-    rules = {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
-    assert rules == {rule["alert"]: ("ok", "inactive") for rule in load_alerts()}
+    assert {rule["name"]: rule["health"] for rule in group["rules"]} == {
+        rule["alert"]: "ok" for rule in load_alerts()
+    }
+    assert [rule["name"] for rule in group["rules"] if rule["state"] == "firing"] == []
