@@ -31,6 +31,7 @@ def make(*arguments: str) -> str:
         "vllm",
         "test-vllm",
         "check",
+        "deploy",
         "bench",
         "dist",
         "clean",
