@@ -376,6 +376,22 @@ class SlotTable:
             self._replace_policy(call, error)
             return getattr(self.policy, call)(*args)
 
+    def habits(self) -> bytes:
+        """Return what the policy has learnt of when chunks come back."""
+        try:
+            return bytes(self.policy.learnt())
+        except Exception as error:  # foreign code, as in `_ask`
+            self._replace_policy("learnt", error)
+            return b""
+
+    def take_habits(self, data: bytes) -> bool:
+        """Let the policy begin with what another one had learnt, and return whether it was of use."""
+        try:
+            return bool(self.policy.take_learnt(data))
+        except Exception as error:  # foreign code, as in `_ask`
+            self._replace_policy("take_learnt", error)
+            return False
+
     def _expect_slots(self, answer: object) -> Slots:
         slots = np.asarray(answer, dtype=np.int64) if type(answer) is np.ndarray else None
         if slots is None or slots.ndim != 1 or len(np.unique(slots)) < len(slots):

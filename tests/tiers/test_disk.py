@@ -29,6 +29,7 @@ from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
+from kvtier.policies import Ending, GittinsPolicy
 from kvtier.residency import MissReason
 from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
@@ -38,7 +39,7 @@ from kvtier.tiers import factory
 from kvtier.tiers.base import Direction
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
-from kvtier.tiers.disk.folder import FolderLock, place_name, taken_bytes
+from kvtier.tiers.disk.folder import FolderLock, learnt_bytes, place_name, taken_bytes
 from kvtier.tiers.disk.format import description_stride, pack_description, read_description
 
 SLOT_BYTES = ROW_BYTES + 128 + 576
@@ -47,7 +48,8 @@ PATIENCE = 60.0
 
 
 def capacity(slots: int) -> int:
-    return slots * SLOT_BYTES + FIXED_BYTES
+    size = slots * SLOT_BYTES + FIXED_BYTES
+    return size + learnt_bytes(size)
 
 
 def make_tier(
@@ -188,6 +190,54 @@ def test_prices_and_the_write_count_are_kept(tmp_path: Path) -> None:
     with opened(tmp_path, **settings) as driver:
         assert driver.tier.learnt() == {"seconds_per_byte": 1e-9}
         assert disk(driver)._limit.room == 7 * ROW_BYTES
+
+
+def test_what_the_policy_has_learnt_outlives_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"settings": {"policy": "gittins", "capacity": 1 << 20}}
+    with opened(tmp_path, **settings) as driver:
+        driver.store(1, 2, 3)
+        table = disk(driver)._table
+        assert table is not None
+        for second in range(5):
+            table.policy.clock = lambda second=second: 10.0 * second  # type: ignore[method-assign]
+            driver.tier.touch(keys(1, 2, 3), Ending(500))
+        learnt = driver.tier.habits()
+    with opened(tmp_path, **settings) as driver:
+        assert driver.tier.habits() == learnt != GittinsPolicy(1).learnt()
+        pool = CPUOffloadingManager(4, "gittins")
+        manager = TieredOffloadingManager(
+            pool, np.zeros((4, ROW_BYTES), dtype=np.uint8), [ConfiguredTier(driver.tier)]
+        )
+        manager.end_step()
+        assert pool.policy.learnt() == learnt
+    capsys.readouterr()
+    assert main(["disk", "habits", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "256 or more" in shown
+    assert "100%" in shown
+    assert "s" in shown
+
+
+@pytest.mark.parametrize("spoil", [b"", b"nonsense", bytes(40_000), None])
+def test_damaged_knowledge_of_the_policy_is_nothing(
+    tmp_path: Path, spoil: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"settings": {"policy": "gittins", "capacity": 1 << 20}}
+    with opened(tmp_path, **settings) as driver:
+        driver.store(1)
+    learnt = place_of(tmp_path) / "learnt"
+    learnt.unlink()
+    if spoil is None:
+        learnt.symlink_to(place_of(tmp_path) / "records")
+    else:
+        learnt.write_bytes(spoil)
+    with opened(tmp_path, **settings) as driver:
+        assert driver.tier.habits() == GittinsPolicy(1).learnt()
+        assert driver.fetch(1) == {1: content(1)}
+        learnt.unlink()
+    assert main(["disk", "habits", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,8 +9,9 @@ import pytest
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.policies import Ending, GittinsPolicy
+from kvtier.policies import Ending, GittinsPolicy, LRUPolicy
 from kvtier.policies.reuse import AGES, NUM_BINS, NUM_CLASSES, ReuseModel, bins_of, classes_of
+from kvtier.slot_table import SlotTable
 
 
 class Cache:
@@ -209,6 +210,28 @@ def test_damaged_bytes_are_not_taken(seed: int) -> None:
     model = ReuseModel()
     assert not model.take_bytes(bytes(data))
     assert (model.indices == ReuseModel().indices).all()
+
+
+class Forgetful(GittinsPolicy):
+    """Fails when it should say what it has learnt."""
+
+    def learnt(self) -> bytes:
+        raise RuntimeError("what was it?")
+
+    def take_learnt(self, data: bytes) -> bool:
+        raise RuntimeError("what is that?")
+
+
+def test_a_foreign_policy_that_cannot_save_what_it_learnt_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for call in (lambda table: table.habits(), lambda table: table.take_habits(b"")):
+        table = SlotTable(4, Forgetful(4))
+        table.take(chunks(1, 2))
+        assert not call(table)
+        assert type(table.policy) is LRUPolicy
+        table.check()
+    assert "policy Forgetful: learnt failed" in caplog.text
 
 
 def test_a_large_pool_is_sampled() -> None:

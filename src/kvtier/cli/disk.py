@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from typer import Argument, Option
 
 from kvtier.config import format_size, parse_duration
 from kvtier.errors import InputError, OutsideError
-from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks
+from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks, read_learnt
 from kvtier.tiers.disk.format import VERSION
 
 disk_app = typer.Typer(help="Look after the folder of a disk tier.")
@@ -62,6 +63,35 @@ def ls_command(path: _Folder, as_json: _Json = False) -> None:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if not places:
         typer.echo(f"{path}: no places")
+
+
+@disk_app.command("habits")
+def habits_command(path: _Folder, places: _Places = None, as_json: _Json = False) -> None:
+    """Show what the policy `gittins` has learnt: how long it takes until chunks of a kind come back."""
+    from kvtier.policies.reuse import ReuseModel
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for place in _choose(path, places):
+        model = ReuseModel()
+        if model.take_bytes(read_learnt(place.folder)):
+            found[_name(path, place)] = [habit._asdict() for habit in model.habits()]
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    elif not found:
+        typer.echo(
+            f"{path}: nothing was learnt here; the policy `gittins` learns, and saves it every minute"
+        )
+    for name, habits in () if as_json else found.items():
+        table = Table(
+            "uses", "tokens of last answer", "ended", "seen", "came back", "median time", title=name
+        )
+        for habit in sorted(habits, key=lambda habit: -habit["idle_times"]):
+            median = habit["median_seconds"]
+            table.add_row(
+                habit["uses"], habit["answer_tokens"], habit["ending"], f"{habit['idle_times']:,.0f}",
+                f"{habit['comes_back']:.0%}", "" if median is None else f"{median:,.1f} s",
+            )  # fmt: skip
+        Console(highlight=False).print(table)
 
 
 @disk_app.command("check")

@@ -273,6 +273,10 @@ class CPUOffloadingManager(OffloadingManager):
         """Return all ready chunks without readers, in the reverse order of eviction."""
         return self._table.hottest()
 
+    def take_habits(self, data: bytes) -> bool:
+        """Let the policy begin with what another one had learnt, and return whether it was of use."""
+        return self._table.take_habits(data)
+
     @property
     def num_free(self) -> int:
         """The number of free slots."""

@@ -49,6 +49,8 @@ _AHEAD_SHARE = 16
 """With `write: evict`, one slot in this many is kept free, or holds a row that is written ahead."""
 _AHEAD_MOST = 1024
 """The most rows to write ahead in a pool of any size: enough for some steps, and a bound on the search."""
+_HABITS_POLLS = 1000
+"""The number of steps after which the pool's policy has habits of its own."""
 _AHEAD_POLLS = 8
 """The number of steps between two searches for the coldest rows."""
 
@@ -94,6 +96,7 @@ class TieredOffloadingManager(OffloadingManager):
         }
         """Seconds of I/O of rows that were moved together, by direction and tier."""
         self._polls = 0
+        self._has_habits = not tiers
         self._is_closed = False
         self.combined_lookup = CombinedLookup(self)
         for tier in self.tiers:
@@ -128,7 +131,7 @@ class TieredOffloadingManager(OffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.pool.touch(keys, req_context)
         for tier in self.tiers:
-            tier.touch(keys)
+            tier.touch(keys, req_context.ending)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
@@ -205,8 +208,15 @@ class TieredOffloadingManager(OffloadingManager):
                 else:
                     self._demotions.take_result(result)
         self.waits.poll()
+        if not self._has_habits:
+            self._take_habits()
         self._write_ahead()
         self._demotions.submit()
+
+    def _take_habits(self) -> None:
+        """Let the pool's policy begin with what the policy of a tier had learnt before this start."""
+        habits = [data for tier in self.tiers if (data := tier.habits())]
+        self._has_habits = any(map(self.pool.take_habits, habits)) or self._polls > _HABITS_POLLS
 
     def _measure(self, tier: Tier, result: TierResult) -> None:
         if result.outcome is None and not result.returned:

@@ -11,7 +11,8 @@ the model also learns of uses that came too late. The model counts a sample of a
 enough for its statistics and bounds its work.
 
 A use is counted when its request ends: the first end after a chunk was stored is that of the request that
-stored it, and begins the first idle time. Scheduler thread only.
+stored it, and begins the first idle time. Until then the chunk leaves after all others, or a long prompt
+would push its own beginning out. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import UNKNOWN_ENDING, CachePolicy, Ending, KeysOf, Slots
-from kvtier.policies.reuse import AGES, NUM_BINS, NUM_CLASSES, ReuseModel, bins_of, classes_of
+from kvtier.policies.reuse import AGES, NO_ENDING, NUM_BINS, NUM_CLASSES, ReuseModel, bins_of, classes_of
 from kvtier.policies.slots import ABSENT, ClassLists, GhostLists
 
 _GHOSTS = 6
@@ -31,6 +32,8 @@ _SAMPLED = 4096
 """About how many slots are sampled for the statistics."""
 _DERIVE_AFTER = 64
 """Ends of requests between two derivations of the indices."""
+_RUNNING = 600.0
+"""Seconds after which a chunk no longer counts as part of a request that runs."""
 _ADMISSION = 0.8
 """A new chunk is taken if its index is at least this share of the index of the chunk that has to leave: its
 class is not known before its request ends, and a chunk that is not taken cannot show what it is worth.
@@ -45,6 +48,7 @@ class GittinsPolicy(CachePolicy):
         self.model = ReuseModel()
         self._every = max(1, capacity // _SAMPLED)
         self._num_ends = 0
+        self._ranking = self._rank()
         self.clear()
 
     def clear(self) -> None:
@@ -118,6 +122,13 @@ class GittinsPolicy(CachePolicy):
             places = chunks.classes[:: self._every][idle].astype(np.int64) * NUM_BINS + bins_of(ages)
             counts += np.bincount(places, minlength=len(counts))
         self.model.derive(counts.reshape(NUM_CLASSES, NUM_BINS))
+        self._ranking = self._rank()
+
+    def _rank(self) -> npt.NDArray[np.float64]:
+        """Return the indices by which chunks leave."""
+        ranking = self.model.indices.copy()
+        ranking[NO_ENDING, AGES < _RUNNING] = np.inf
+        return ranking
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -138,7 +149,7 @@ class GittinsPolicy(CachePolicy):
         if not len(victims):
             return 0
         ages = self.clock() - self._slots.stamps[victims]
-        needed = _ADMISSION * self.model.indices[self._slots.classes[victims], bins_of(ages)]
+        needed = _ADMISSION * self._ranking[self._slots.classes[victims], bins_of(ages)]
         offered = self.model.indices[classes_of(self._uses_with_this(newcomers[-len(victims) :])), 0]
         if offered.min() >= needed.max():
             return len(victims)
@@ -201,15 +212,15 @@ class GittinsPolicy(CachePolicy):
     def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
         bounds = self.clock() - AGES
         bounds[0] = np.inf
-        return self._lists.order(
-            count, evictable, self._slots.stamps, bounds, self.model.indices.reshape(-1)
-        )
+        return self._lists.order(count, evictable, self._slots.stamps, bounds, self._ranking.reshape(-1))
 
     def learnt(self) -> bytes:
         return self.model.to_bytes()
 
     def take_learnt(self, data: bytes) -> bool:
-        return self.model.take_bytes(data)
+        is_taken = self.model.take_bytes(data)
+        self._ranking = self._rank()
+        return is_taken
 
     def check(self) -> None:
         if not np.isfinite(self.model.indices).all():

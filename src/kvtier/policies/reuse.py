@@ -32,6 +32,8 @@ one in the middle.
 NUM_ENDINGS = (len(ANSWERS) + 1) * len(ENDINGS) + 1
 """The classes of chunks with equally many uses. The last one is for requests whose end is not known yet."""
 NUM_CLASSES = (len(USES) + 1) * NUM_ENDINGS
+NO_ENDING = slice(NUM_ENDINGS - 1, None, NUM_ENDINGS)
+"""The classes of chunks whose last request has not ended. They stand for all endings."""
 NUM_BINS = 44
 
 _FIRST_AGE = 0.25
@@ -150,21 +152,19 @@ class Habit(NamedTuple):
     """The median of the times until they came back."""
 
 
-_POOLED = slice(NUM_ENDINGS - 1, None, NUM_ENDINGS)
-"""The classes that have the counts of all endings."""
 _LATER = np.arange(NUM_BINS)[None, :, None] <= np.arange(NUM_BINS)[None, None, :]
 
 
 def _pool_last(counts: Numbers) -> Numbers:
     """Return the counts with those of all endings in the class of unknown endings, by number of uses."""
     pooled = counts.copy()
-    pooled[_POOLED] = counts.reshape(-1, NUM_ENDINGS, NUM_BINS).sum(axis=1)
+    pooled[NO_ENDING] = counts.reshape(-1, NUM_ENDINGS, NUM_BINS).sum(axis=1)
     return pooled
 
 
 def _chances(used: Numbers, reached: Numbers) -> Numbers:
     """Return the probability of a use in each bin, for a chunk that has reached it."""
-    all_used, all_reached = used[_POOLED].sum(axis=0), reached[_POOLED].sum(axis=0)
+    all_used, all_reached = used[NO_ENDING].sum(axis=0), reached[NO_ENDING].sum(axis=0)
     pooled = np.empty(NUM_BINS)
     chance = _GUESS
     for at in range(NUM_BINS):  # beyond the ages that were seen often, the last known chance holds

@@ -26,7 +26,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
-from kvtier.policies import Slots
+from kvtier.policies import Ending, Slots
 from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.tiers.seal import SealScope
 
@@ -312,9 +312,16 @@ class Tier(ABC):
 
     # -- held rows ---------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of these chunks, ordered from the head of a prefix. Absent keys are ignored."""
+    def touch(self, keys: Sequence[OffloadKey], ending: Ending | None = None) -> None:
+        """Record a use of these chunks, ordered from the head of a prefix. Absent keys are ignored.
+
+        `ending` says how the request that used them ended, if it has.
+        """
         return
+
+    def habits(self) -> bytes:
+        """Return what the tier's policy has learnt of when chunks come back; nothing if that is nothing."""
+        return b""
 
     @abstractmethod
     def discard(self, keys: Sequence[OffloadKey]) -> None:

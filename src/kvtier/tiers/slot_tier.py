@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtier.keys import OffloadKey
-from kvtier.policies import Slots
+from kvtier.policies import Ending, Slots
 from kvtier.policies.slots import ABSENT, slot_array
 from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
 from kvtier.slot_table import NO_SLOTS, ChangeLog, SlotTable
@@ -371,11 +371,14 @@ class SlotTier(IOTier):
 
     # -- held rows ---------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], ending: Ending | None = None) -> None:
         if self._table is not None:
             slots = self._table.held(_as_list(keys))
             if len(slots):
-                self._table.touch(slots)
+                self._table.touch(slots, ending=ending)
+
+    def habits(self) -> bytes:
+        return b"" if self._table is None else self._table.habits()
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Make chunks with wrong bytes absent, so that they stay absent if the process is then killed.

@@ -38,6 +38,7 @@ from kvtier.tiers.disk.folder import (
     RECORDS,
     SLOTS,
     find_rank_places,
+    learnt_bytes,
     open_file,
     place_name,
     taken_bytes,
@@ -473,7 +474,8 @@ def _strides(row_bytes: int, description_bytes: int) -> tuple[int, int]:
 
 def _count_slots(parent: Path, folder: Path, capacity: int, stride: int, described: int) -> int:
     """Return how many slots fit into the capacity, beside the space of other places."""
-    left = capacity - _taken_by_others(parent, folder) - HEADER_BYTES - 3 * PAGE_BYTES
+    fixed = HEADER_BYTES + 3 * PAGE_BYTES + learnt_bytes(capacity)
+    left = capacity - _taken_by_others(parent, folder) - fixed
     return max(0, left // (stride + RECORD_BYTES + described))
 
 

@@ -31,9 +31,12 @@ from typing import BinaryIO, NamedTuple, Self
 import msgspec
 
 from kvtier.errors import OutsideError
-from kvtier.tiers.disk.format import HEADER_BYTES, VERSION, DiskHeader, pack_header, read_header
+from kvtier.tiers.disk.format import HEADER_BYTES, PAGE_BYTES, VERSION, DiskHeader, pack_header, read_header
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
+_LEARNT = "learnt"
+_MOST_LEARNT = 6 * PAGE_BYTES
+"""The most bytes that are kept of what a policy has learnt."""
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
 _REMOVED = re.compile(r"removed-[0-9a-f]+-" + _PLACE.pattern)
 _LOCK_TRIES, _LOCK_PAUSE = 5, 0.01
@@ -68,6 +71,33 @@ def open_file(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "expected a regular file, found something else", str(path))
     return descriptor
+
+
+def learnt_bytes(capacity: int) -> int:
+    """Return the room for what a policy has learnt, and for its next version; a tiny place has none."""
+    return 2 * _MOST_LEARNT if capacity >= 1 << 20 else 0
+
+
+def read_learnt(folder: Path) -> bytes:
+    """Return what a policy has learnt at a place, in the policy's own form; nothing if there is no file."""
+    try:
+        with os.fdopen(open_file(folder / _LEARNT, os.O_RDONLY), "rb") as file:
+            return file.read(_MOST_LEARNT + 1)
+    except FileNotFoundError:
+        return b""
+
+
+def save_learnt(folder: Path, data: bytes) -> None:
+    """Save what a policy has learnt, unless it is too long.
+
+    A reader finds these bytes or those before, whatever happens.
+    """
+    if len(data) > _MOST_LEARNT:
+        return
+    new = folder / f"{_LEARNT}.new"
+    with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(data)
+    new.replace(folder / _LEARNT)
 
 
 class FolderLock:

@@ -41,7 +41,10 @@ from kvtier.tiers.disk.folder import (
     find_rank_places,
     find_ranks,
     is_owned,
+    learnt_bytes,
     place_name,
+    read_learnt,
+    save_learnt,
     taken_bytes,
     void_places,
 )
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 _SLICE = 1024
 """Chunks announced per step."""
 _SAVE_EVERY = 5.0
+_SAVE_LEARNT_EVERY = 60.0
 _EPOCH_BACKOFF = (0.05, 0.2, 1.0, 5.0)
 _RESET_WAIT = 0.5
 """How long a reset may wait for the page cache."""
@@ -133,6 +137,7 @@ class DiskTier(SlotTier):
         self._some_silent = False
         self._describing = IOCall()
         self._saving = IOCall()
+        self._save_learnt_at = 0.0
         self._save_at = 0.0
         self._begin_opening(self._open_once, self._use)
 
@@ -180,6 +185,7 @@ class DiskTier(SlotTier):
         try:
             slots = files.header.slots
             table = SlotTable(slots, make_policy(self.config.policy, slots))
+            table.take_habits(read_learnt(files.folder))
             for _done in table.restore(found.slots, found.keys, found.ticks):
                 time.sleep(0)  # let the engine run
             table.free_holes()
@@ -363,13 +369,19 @@ class DiskTier(SlotTier):
             self._save_at = self._clock() + _SAVE_EVERY
             self._notice_loss(error)
 
-        self._saving = self._io.call(lambda: self._write_down(files), end)
+        habits = b""
+        if self._clock() >= self._save_learnt_at:
+            habits = self.habits()
+            self._save_learnt_at = self._clock() + _SAVE_LEARNT_EVERY
+        self._saving = self._io.call(lambda: self._write_down(files, habits), end)
 
-    def _write_down(self, files: DiskFiles) -> None:
+    def _write_down(self, files: DiskFiles, habits: bytes) -> None:
         """Save the state for a restart. On an I/O thread."""
         files.expect_there()
         if self._lock is not None and not self._lock.is_held:
             raise FileNotFoundError(errno.ENOENT, "expected the lock that was taken, found another")
+        if habits and learnt_bytes(self.config.capacity // self._ranks):
+            save_learnt(files.folder, habits)
         ticks = files.save_ticks()
         prices, written = dict(self._prices), self._limit.save()
         if ticks or (prices, written) != (files.header.prices, files.header.written):
@@ -377,7 +389,7 @@ class DiskTier(SlotTier):
         if self.config.durability == "periodic":
             files.sync()
 
-    def _write_last(self, files: DiskFiles | None, reset_saved: threading.Event) -> None:
+    def _write_last(self, files: DiskFiles | None, habits: bytes, reset_saved: threading.Event) -> None:
         """Save the state when the tier closes, and first the reset, unless it is saved. On an I/O thread."""
         if not reset_saved.is_set():
             nobody, never = threading.Event(), threading.Event()
@@ -390,7 +402,7 @@ class DiskTier(SlotTier):
                 raise
             reset_saved.set()
         if files is not None:
-            self._write_down(files)
+            self._write_down(files, habits)
             files.save_header()  # its time says when the place was last used
 
     def _end_probe(self, error: BaseException | None) -> None:
@@ -520,7 +532,8 @@ class DiskTier(SlotTier):
         if not self._epoch_unsaved:
             reset_saved.set()
         if first and (self._epoch_unsaved or self._table is not None):
-            self._io.call_last(lambda: self._write_last(files, reset_saved))
+            habits = self.habits()
+            self._io.call_last(lambda: self._write_last(files, habits, reset_saved))
         if self._lock is not None:
             self._lock.has_stuck_call = True  # if it is not released by the time that `close` returns
         has_ended = super().close(timeout)
