@@ -5,8 +5,8 @@ decisions and its cost model, the pool's manager, the tiered manager, the disk's
 limit. Simulated are the engine around it, the copies, and the clock:
 
 - a request is served alone, at its time in the trace, by an engine whose own cache is empty;
-- computing takes tokens / `prefill`; a load takes bytes / `bus` and `LOAD_SECONDS`; a promotion takes bytes /
-  `disk_bandwidth`; no request waits for another;
+- computing takes tokens / `prefill`; a load takes bytes / `bus` and `LOAD_SECONDS`; a promotion takes
+  bytes / `disk`; no request waits for another;
 - a prompt is computed in steps of `step_tokens`; stores and writes to the disk are over when their step is.
 
 One thread uses a simulator. `Simulator` makes manager and clock; `serve` is the life of one request.
@@ -15,7 +15,7 @@ One thread uses a simulator. `Simulator` makes manager and clock; `serve` is the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,18 @@ from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.simulate.tier import SimulatedClock, SimulatedDisk
 from kvtier.simulate.trace import Ids, Trace, TraceRequest
-from kvtier.transfer.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvtier.transfer.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+)
 
 LOAD_SECONDS = 0.01
 """The time of a load beside its bytes, as in `kvtier size`."""
 _AHEAD_POLLS = 8
-"""With `write: evict`, rows are looked for once in so many polls; an engine takes more steps for a request."""
+"""With `write: evict`, rows are looked for once in so many polls. An engine polls more often than that."""
 _MOST_ASKS = 10_000
 
 
@@ -201,7 +207,9 @@ class Simulator:
     def _next_event(self, request: _Request) -> float:
         """Return when rows have come, or the request has waited as long as computing would take."""
         end = None if self.disk is None else self.disk.io.next_end
-        budget = self.scheduler.cost.compute_seconds(request.num_tokens) or self.config.settings.load_deadline
+        budget = (
+            self.scheduler.cost.compute_seconds(request.num_tokens) or self.config.settings.load_deadline
+        )
         latest = self.clock.service + budget
         return latest if end is None else min(end, latest)
 
@@ -214,7 +222,9 @@ class Simulator:
     def _end_step(self, meta: OffloadingConnectorMetadata) -> None:
         output = KVConnectorOutput()
         for req_id, job_id in meta.load_jobs.items():
-            size = len(meta.reqs_to_load[req_id][0].block_ids) * self.config.groups[0].bytes_per_block
+            blocks = meta.reqs_to_load[req_id][1]
+            assert isinstance(blocks, GPULoadStoreSpec), "a load ends on the GPU"
+            size = len(blocks.block_ids) * self.config.groups[0].bytes_per_block
             seconds = size / self.speeds.bus
             self.clock.service += seconds + LOAD_SECONDS
             output.reports.append(TransferReport(0, TransferResult(job_id, True, size, seconds)))

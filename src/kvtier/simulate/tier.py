@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from kvtier.policies import make_policy
 from kvtier.slot_table import SlotTable
 from kvtier.tier_config import DiskConfig
-from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowJob, TierResult
+from kvtier.tiers.base import Backend, Direction, RowBatch, RowJob, TierResult
 from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_tier import SlotTier, WriteLimit
