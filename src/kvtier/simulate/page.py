@@ -110,8 +110,8 @@ def render_page(
 _METHOD = """<p>The trace was replayed through kvtier's own connector, managers, policies and cost rule in
 simulated time. Each request is served alone, when it comes in the trace: computing takes tokens over a
 speed, a load takes bytes over a bandwidth and 10 ms. First tokens are therefore those of an engine without
-a queue, and the GPU's own prefix cache counts as empty. The optimum knows the future and has memory and disk as one
-tier; no policy can save more.</p>"""
+a queue, and the GPU's own prefix cache counts as empty. The optimum knows the future and has memory and disk
+as one tier; no policy can save more.</p>"""
 
 
 def _figures(results: Sequence[CellResult], here: int | None) -> Iterator[Figure]:

@@ -7,7 +7,8 @@ limit. Simulated are the engine around it, the copies, and the clock:
 - a request is served alone, at its time in the trace, by an engine whose own cache is empty;
 - computing takes tokens / `prefill`; a load takes bytes / `bus` and `LOAD_SECONDS`; a promotion takes
   bytes / `disk`; no request waits for another;
-- a prompt is computed in steps of `step_tokens`; stores and writes to the disk are over when their step is.
+- a prompt is computed in steps of `step_tokens`; a store is over with its step, and the disk has written
+  everything before the next step.
 
 One thread uses a simulator. `Simulator` makes manager and clock; `serve` is the life of one request.
 """
@@ -180,18 +181,27 @@ class Simulator:
             computed += count
             step = StepView(cached=[CachedRequest(request.request_id, None, computed)])
         first_token = self.clock.service - began
-        # The last token of an answer is never computed.
-        last = min(traced.keyed_tokens, prompt + max(0, traced.output_tokens - 1))
-        request.block_hashes += hashes[known : last // self.chunk_tokens]
-        for end in range((known + 1) * self.chunk_tokens, last + 1, self.chunk_tokens):
-            request.num_tokens = end
+        self._decode(request, traced, hashes)
+        explanation = scheduler.explain(request.request_id)
+        scheduler.request_finished(request)
+        self._settle()
+        return _served(explanation, first_token)
+
+    def _decode(self, request: _Request, traced: TraceRequest, hashes: list[bytes]) -> None:
+        """Take the steps of an answer that complete a chunk. Its last token is never computed."""
+        size, known, done = self.chunk_tokens, len(request.block_hashes), traced.prompt_tokens
+        computed = done + max(0, traced.output_tokens - 1)
+        keyed = min(traced.keyed_tokens, computed)
+        request.block_hashes += hashes[known : keyed // size]
+        for end in range((known + 1) * size, keyed + 1, size):
+            request.num_tokens = done = end
             step = StepView(cached=[CachedRequest(request.request_id, None, end - 1)])
             step.num_scheduled_tokens = {request.request_id: 1}
             self._step(step)
-        request.num_tokens = prompt + traced.output_tokens
-        explanation = scheduler.explain(request.request_id)
-        scheduler.request_finished(request)
-        return _served(explanation, first_token)
+        if computed > done:
+            self._settle()
+        request.num_tokens = traced.prompt_tokens + traced.output_tokens
+        request.block_hashes = hashes
 
     def _ask(self, request: _Request) -> int:
         """Ask about a request until there is an answer, and return how many tokens are loaded."""
@@ -202,6 +212,7 @@ class Simulator:
             meta = self.scheduler.build_connector_meta(StepView())
             self.clock.service = self._next_event(request)
             self._end_step(meta)
+            self._settle()
         raise IntegrityError(f"request {request.request_id} waits for ever")
 
     def _next_event(self, request: _Request) -> float:
@@ -215,6 +226,7 @@ class Simulator:
 
     def _step(self, step: StepView) -> None:
         """Take a step: its loads, its tokens, then its stores."""
+        self._settle()
         meta = self.scheduler.build_connector_meta(step)
         self.clock.service += sum(step.num_scheduled_tokens.values()) / self.speeds.prefill
         self._end_step(meta)
@@ -231,6 +243,9 @@ class Simulator:
         for job_id in meta.store_jobs.values():
             output.reports.append(TransferReport(0, TransferResult(job_id, True)))
         self.scheduler.update_connector_output(output)
+
+    def _settle(self) -> None:
+        """Have the disk write what it was offered: an engine does so between its steps."""
         if isinstance(self.manager, TieredOffloadingManager):
             for _ in range(self._polls):
                 self.manager.end_step()
