@@ -1,4 +1,4 @@
-"""The simulator against the real thing: the reference engine serves a trace over a real pool and a real disk,
+"""The simulator against the real thing: the reference engine serves a trace over a real pool and disk,
 and the simulator finds the same tokens in the same places, request by request and chunk by chunk.
 
 The engine's threads are waited for after every step, as the simulator assumes.
@@ -6,7 +6,6 @@ The engine's threads are waited for after every step, as the simulator assumes.
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ POOL, DISK = 32, 96
 
 @dataclass
 class Chats:
-    """Random chats over some shared prefixes. Each prompt extends the last answer of its chat, until the chat
+    """Random chats over some shared prefixes. Each prompt extends the last answer of its chat, until that
     is too long.
     """
 

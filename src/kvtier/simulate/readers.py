@@ -85,9 +85,10 @@ def _lines(path: Path) -> Iterator[_Line]:
     """Yield the fields of each line of a file of JSON objects, or of CSV."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            start = next((line for line in file if line.strip()), "")
+            start = next((line.strip() for line in file if line.strip()), "")
             file.seek(0)
-            yield from _json_lines(path, file) if start.lstrip().startswith("{") else _csv_lines(path, file)
+            if start:
+                yield from _json_lines(path, file) if start.startswith("{") else _csv_lines(path, file)
         except (UnicodeDecodeError, csv.Error):
             raise InputError(f"{path}: expected JSON lines, CSV or a recording of events") from None
 
