@@ -13,30 +13,23 @@ from html import escape
 from kvtier.config import format_size
 from kvtier.report.figures import Figure, spaced
 from kvtier.report.page import compose_page, frame_figure, make_section, make_table
-from kvtier.report.plots import TOP, Linear, Log, Plot, format_time
+from kvtier.report.plots import LEFT, RIGHT, TOP, Linear, Log, Plot, format_count, format_time
 from kvtier.simulate.sweep import CellResult
 from kvtier.simulate.trace import Trace
 
-_COLOURS = ("on", "gpu", "disk", "recomputed", "off")
+_COLOURS = ("on", "gpu", "disk", "recomputed", "bad", "off")
 _X_LABEL = "memory and disk (log scale)"
+_FIRST_WORD, _LAST_WORD = LEFT + 180, RIGHT - 50
+"""Where the words above a plot fit beside the label of its axis, in pixels."""
 
 Value = Callable[[CellResult], float]
 
 
 def table_of(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table of all cells, without columns that say nothing."""
-    head = [
-        "memory",
-        "disk",
-        "policy",
-        "chunk",
-        "saved",
-        "from memory",
-        "from disk",
-        "optimum",
-        "first token",
-    ]
-    head += ["p99", "computing", "p99 ", "tokens computed", "written a day", "flash lasts", "cost of 1M"]
+    head = ["memory", "disk", "policy", "chunk", "saved", "from memory", "from disk", "optimum"]
+    head += ["first token p50", "first token p99", "if computed p50", "if computed p99", "tokens computed"]
+    head += ["written a day", "flash lasts", "cost of 1M"]
     rows = [_row(result) for result in results]
     shown = [at for at in range(len(head)) if any(row[at] for row in rows)]
     return [head[at] for at in shown], [[row[at] for at in shown] for row in rows]
@@ -59,7 +52,7 @@ def _row(result: CellResult) -> list[str]:
         seconds(result.compute_p99),
         f"{result.tokens_computed:,}",
         format_size(round(result.disk_written_per_day)) if has_disk else "",
-        "" if result.flash_years is None else f"{result.flash_years:.3g} years",
+        "" if result.flash_years is None else _years(result.flash_years),
         "" if cost is None else f"{cost:.3g}",
     ]
 
@@ -67,6 +60,10 @@ def _row(result: CellResult) -> list[str]:
 def _size(text: str, size: int) -> str:
     """Return a capacity as it was given; a share with its bytes."""
     return f"{text} = {format_size(size)}" if text.endswith("%") else text
+
+
+def _years(years: float) -> str:
+    return f"{years:.3g} years" if years >= 1 else f"{years * 365:.3g} days"
 
 
 def seconds(value: float) -> str:
@@ -188,13 +185,13 @@ def _curves(
     y = Linear.up_to([*map(value, cells), *(at for _, at in bound)])
     plot = Plot(y_label + " over capacity", x, y, x_label=_X_LABEL, y_label=y_label)
     shown = {"share of prompt tokens": "{:.0%}".format, "time to first token": format_time}
-    label = shown.get(y_label, lambda tick: format_size(round(tick)))
+    label = shown.get(y_label, lambda tick: f"{format_count(tick / 1e9)} GB")
     plot.y_axis((tick, label(tick)) for tick in y.ticks())
     sizes = (float(1 << power) for power in range(10, 60) if x.low <= 1 << power <= x.high)
     plot.x_axis(spaced(plot, ((size, format_size(round(size)).replace(".0", "")) for size in sizes)))
     if here is not None:
         plot.line([(here, y.low), (here, y.high)], "link")
-        plot.text(plot.x(here), TOP - 2, "you are here", "median")
+        plot.text(min(max(plot.x(here), _FIRST_WORD), _LAST_WORD), TOP - 4, "you are here", "median")
     plot.line(bound, "bound")
     for css, name, line in lines:
         plot.line([(_room(result), value(result)) for result in line], css)
