@@ -221,7 +221,7 @@ def _to_json(trace: Trace, sweep: Sweep, results: Sequence[CellResult]) -> dict[
 
 
 def _print(trace: Trace, results: Sequence[CellResult]) -> None:
-    from kvtier.simulate.page import describe_trace, table_of
+    from kvtier.simulate.page import describe_trace, remarks_on, table_of
 
     console = Console(highlight=False)
     head, rows = table_of(results)
@@ -242,5 +242,5 @@ def _print(trace: Trace, results: Sequence[CellResult]) -> None:
     rates = {result.cell.chunk_tokens: result.hit_rate_infinite for result in results}
     infinite = ", ".join(f"{rate:.2%} (chunks of {chunk})" for chunk, rate in rates.items())
     console.print(Text(f"A cache without a limit would save {infinite}."), soft_wrap=True)
-    for note in trace.notes:
+    for note in (*trace.notes, *remarks_on(results)):
         console.print(Text(note), soft_wrap=True)

@@ -79,13 +79,24 @@ def describe_trace(trace: Trace) -> str:
     )
 
 
+def remarks_on(results: Sequence[CellResult]) -> list[str]:
+    """Return what a reader should know about the results, in sentences."""
+    hours = [result.write_limit_hours for result in results if result.write_limit_hours is not None]
+    if not hours:
+        return []
+    return [
+        f"In {len(hours)} of {len(results)} combinations the disk's write limit would bind within a day, the"
+        f" first after {min(hours):.2g} h. From then on less is written, and less is saved, than shown here."
+    ]
+
+
 def render_page(
     trace: Trace, results: Sequence[CellResult], here: int | None = None, command: Sequence[str] = ()
 ) -> str:
     """Return the page. `here` is a capacity to mark; `command` is the command line that repeats the run."""
     best = max(results, key=lambda result: result.hit_rate)
     room = format_size(best.cell.memory_bytes + best.cell.disk_bytes)
-    notes = "".join(f"<p>{escape(note)}</p>" for note in trace.notes)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in (*trace.notes, *remarks_on(results)))
     repeat = f"<pre>{escape(shlex.join(command))}</pre>" if command else ""
     return compose_page(
         f"kvtier simulate: {trace.name}",

@@ -109,6 +109,7 @@ class _Request:
     num_tokens: int
     num_prompt_tokens: int
     block_hashes: list[bytes]
+    finish_reason: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -202,6 +203,7 @@ class Simulator:
             self._settle()
         request.num_tokens = traced.prompt_tokens + traced.output_tokens
         request.block_hashes = hashes
+        request.finish_reason = traced.finish_reason
 
     def _ask(self, request: _Request) -> int:
         """Ask about a request until there is an answer, and return how many tokens are loaded."""

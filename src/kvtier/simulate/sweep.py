@@ -6,17 +6,19 @@ memory and disk as one tier. Cells run in processes of their own, several at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import signal
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import closing
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 
 import numpy as np
 
-from kvtier.config import format_size
-from kvtier.errors import InputError
+from kvtier.config import DiskConfig, format_size
+from kvtier.errors import InputError, OutsideError
 from kvtier.simulate.optimum import optimal_hits
 from kvtier.simulate.replay import Simulator, Speeds, make_config, make_settings, replay
 from kvtier.simulate.trace import Trace
@@ -119,6 +121,8 @@ class CellResult:
     compute_p99: float
     disk_written_per_day: float
     """Bytes."""
+    write_limit_hours: float | None
+    """How soon the disk's write limit would bind at this rate, if that is within a day."""
     flash_years: float | None
     """How long the disk lasts; `None` if nothing is written."""
     cost_per_million_tokens: float | None
@@ -139,6 +143,7 @@ def simulate_cell(trace: Trace, sweep: Sweep, cell: Cell) -> CellResult:
     seconds = max(trace.seconds, 1.0)
     written = 0 if simulator.disk is None else simulator.disk.stats().demoted_bytes
     daily = written * _DAY / seconds
+    limit = next((tier.write_limit for tier in settings.tiers if isinstance(tier, DiskConfig)), None)
     simulator.manager.shutdown()
     rows = cell.memory_rows + cell.disk_rows
     return CellResult(
@@ -155,6 +160,7 @@ def simulate_cell(trace: Trace, sweep: Sweep, cell: Cell) -> CellResult:
         compute_p50=float(np.percentile(computing, 50)),
         compute_p99=float(np.percentile(computing, 99)),
         disk_written_per_day=daily,
+        write_limit_hours=24 * limit / daily if limit and daily > limit else None,
         flash_years=sweep.flash_writes * cell.disk_bytes / daily / 365 if daily else None,
         cost_per_million_tokens=_cost(sweep, cell, (pool + below) / seconds),
     )
@@ -175,7 +181,7 @@ _trace: Trace | None = None
 """The trace of a worker process."""
 
 
-def _set_trace(trace: Trace) -> None:
+def _begin_worker(trace: Trace) -> None:
     global _trace
     _trace = trace
 
@@ -202,10 +208,27 @@ def _run(trace: Trace, sweep: Sweep, cells: list[Cell], jobs: int) -> Generator[
     if jobs <= 1:
         yield from (simulate_cell(trace, sweep, cell) for cell in cells)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _set_trace, (trace,)) as pool:
+    others = set(active_children())
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker, (trace,)) as pool:
         try:
-            futures = [pool.submit(_simulate_here, sweep, cell) for cell in cells]
+            with _interrupts_blocked():
+                futures = [pool.submit(_simulate_here, sweep, cell) for cell in cells]
             for future in as_completed(futures):
                 yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException as error:
+            for child in set(active_children()) - others:
+                child.terminate()
+            if isinstance(error, BrokenProcessPool):
+                problem = "a process that simulates was killed; perhaps memory was short: give fewer --jobs"
+                raise OutsideError(problem) from None
+            raise
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Delay Ctrl-C. Processes that start meanwhile never get it: their parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
