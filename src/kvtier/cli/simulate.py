@@ -22,6 +22,7 @@ from typer import Argument, Context, Option
 
 from kvtier.cli.demo import expect_writable, write_whole
 from kvtier.cli.model_shape import read_config, read_shape
+from kvtier.cli.streams import interruptible
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError, InputError, ModelError
 
@@ -131,11 +132,10 @@ def simulate_command(
         disk_price=disk_price,
         flash_writes=flash_writes,
     )
-    progress_console = Console(stderr=True)
+    console = Console(stderr=True)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=progress_console, transient=True, disable=not progress_console.is_terminal
-    ) as progress:
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with interruptible(), progress:
         task = progress.add_task("", total=len(sweep.cells(requests)))
         results = run_sweep(requests, sweep, jobs or os.cpu_count() or 1, lambda _: progress.advance(task))
     if json_file is not None:

@@ -6,14 +6,16 @@ memory and disk as one tier. Cells run in processes of their own, several at onc
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 
 import numpy as np
 
@@ -184,6 +186,15 @@ _trace: Trace | None = None
 def _begin_worker(trace: Trace) -> None:
     global _trace
     _trace = trace
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent was killed."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _simulate_here(sweep: Sweep, cell: Cell) -> CellResult:
