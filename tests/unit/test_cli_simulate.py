@@ -65,7 +65,9 @@ def test_table_json_and_page(trace: Path, tmp_path: Path, capsys: pytest.Capture
     assert "--policy lru,arc" in text, "the command line that repeats it"
     assert "http" not in text
     lines = root.findall(".//svg")[0].findall("polyline")
-    assert len(lines) == 8 + 2, "each disk, policy and chunk size; the optimum and the mark"
+    assert len(lines) == 8 + 4 + 1, (
+        "policies, disks and chunks; the optimum of each disk and chunk; the mark"
+    )
 
 
 def test_a_terminal_too_narrow_for_the_table_gets_sentences(

@@ -22,6 +22,7 @@ from typer import Argument, Context, Option
 
 from kvtier.cli.demo import expect_writable, write_whole
 from kvtier.cli.model_shape import read_config, read_shape
+from kvtier.cli.size import positive_size
 from kvtier.cli.streams import interruptible
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError, InputError, ModelError
@@ -63,7 +64,7 @@ _BlockTokens = Annotated[
     int, Option(min=1, max=1 << 20, help="Tokens of a block in CSV and JSONL of requests.")
 ]
 _StepTokens = Annotated[int, Option(min=1, help="Prompt tokens that the engine computes in a step.")]
-_Here = Annotated[str | None, Option(metavar="SIZE", help="The memory and disk you have, to be marked.")]
+_Here = Annotated[str | None, Option(metavar="SIZE", help="The memory (or disk) you have, to be marked.")]
 _Jobs = Annotated[int | None, Option(min=1, help="Combinations at once; by default one for each core.")]
 _Json = Annotated[Path | None, Option("--json", metavar="FILE", help="Also write the results as JSON.")]
 _Html = Annotated[Path | None, Option("--html", metavar="FILE", help="Also write a page with curves.")]
@@ -108,10 +109,10 @@ def simulate_command(
             make_policy(name, 1)
         except ConfigError as error:
             raise InputError("--policy" + str(error).removeprefix(error.path)) from None
-    mark = None if here is None else _positive("--here", here)
+    mark = None if here is None else positive_size("--here", here)
     token_bytes = _token_bytes(model, bytes_per_token)
     speeds = Speeds(
-        prefill, _positive("--bus", bus), _positive("--disk-bandwidth", disk_bandwidth), step_tokens
+        prefill, positive_size("--bus", bus), positive_size("--disk-bandwidth", disk_bandwidth), step_tokens
     )
     memories, disks = _capacities("--memory", memory), _capacities("--disk", disk)
     chunks = (
@@ -177,18 +178,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _positive(option: str, text: str) -> int:
-    size = parse_size(text.removesuffix("/s"), option)
-    if size < 1:
-        raise InputError(f"{option}: expected more than 0, got {text!r}")
-    return size
-
-
 def _token_bytes(model: Path | None, given: str | None) -> int:
     if (model is None) == (given is None):
         raise InputError("expected --model FOLDER or --bytes-per-token SIZE: one of them")
     if model is None:
-        return _positive("--bytes-per-token", given or "")
+        return positive_size("--bytes-per-token", given or "")
     try:
         return read_shape(read_config(model)).bytes_per_token
     except ModelError as error:

@@ -360,6 +360,8 @@ svg text.value.off { fill: var(--soft); } svg text.value.on { fill: var(--on); }
 .line.off { stroke: var(--off); } .line.on { stroke: var(--on); } .line.gpu { stroke: var(--gpu); }
 .line.disk { stroke: var(--disk); } .line.recomputed { stroke: var(--recomputed); }
 .line.bad { stroke: var(--bad); } .dot.bad { fill: var(--bad); } .swatch.bad { background: var(--bad); }
+.line.here { stroke: var(--soft); stroke-width: 1.6; stroke-dasharray: 1 5; }
+.swatch.here { background: var(--soft); width: 3px; }
 .line.bound { stroke: var(--ink); stroke-width: 1.6; stroke-dasharray: 5 4; }
 .line.link { stroke: var(--line); stroke-width: 1.4; }
 .dot.off { fill: var(--card); stroke: var(--off); stroke-width: 1.8; } .dot.on { fill: var(--on); }

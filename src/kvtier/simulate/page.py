@@ -9,20 +9,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from operator import attrgetter
 
 from kvtier.config import format_size
 from kvtier.report.figures import Figure, spaced
 from kvtier.report.page import compose_page, frame_figure, make_section, make_table
-from kvtier.report.plots import LEFT, RIGHT, TOP, Linear, Log, Plot, format_count, format_time
+from kvtier.report.plots import Linear, Log, Plot, format_time
 from kvtier.simulate.sweep import CellResult
 from kvtier.simulate.trace import Trace
 
 _COLOURS = ("on", "gpu", "disk", "recomputed", "bad", "off")
-_X_LABEL = "memory and disk (log scale)"
-_FIRST_WORD, _LAST_WORD = LEFT + 180, RIGHT - 50
-"""Where the words above a plot fit beside the label of its axis, in pixels."""
 
 Value = Callable[[CellResult], float]
+Label = Callable[[float], str]
 
 
 def table_of(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
@@ -123,61 +122,66 @@ as one tier; no policy can save more.</p>"""
 
 
 def _figures(results: Sequence[CellResult], here: int | None) -> Iterator[Figure]:
-    lines = _lines(results)
-    optimum = {_room(result): result.hit_rate_optimum for result in results}
-    legend = tuple((css, name) for css, name, _ in lines)
+    is_memory = len({result.cell.memory for result in results}) > 1 or not results[0].cell.disk_rows
+    lines = _lines(results, is_memory)
+    legend = [(css, name) for css, name, _ in lines]
+    if here is not None:
+        legend.append(("here", f"you are here ({format_size(here)})"))
+
+    def draw(y_label: str, value: Value, label: Label, bound: Value | None) -> str:
+        return _curves(lines, is_memory, here, y_label, value, label, bound)
+
     yield Figure(
         "Prompt tokens saved",
         "The share of all prompt tokens that was loaded instead of computed.",
         (*legend, ("bound", "the best possible policy")),
-        _curves(
-            lines, lambda result: result.hit_rate, here, "share of prompt tokens", sorted(optimum.items())
+        draw(
+            "share of prompt tokens", attrgetter("hit_rate"), "{:.0%}".format, attrgetter("hit_rate_optimum")
         ),
     )
     yield Figure(
         "First token, p50",
         "Without a queue. The dashed line is computing everything.",
         (*legend, ("bound", "computing")),
-        _curves(
-            lines,
-            lambda result: result.first_token_p50 * 1000,
-            here,
+        draw(
             "time to first token",
-            [(room, results[0].compute_p50 * 1000) for room in sorted(optimum)],
+            lambda result: result.first_token_p50 * 1000,
+            format_time,
+            lambda result: result.compute_p50 * 1000,
         ),
     )
     if any(result.disk_written_per_day for result in results):
         yield Figure(
             "Written to the disk a day",
             "At the rate of the trace. Lower is better for flash.",
-            legend,
-            _curves(lines, lambda result: result.disk_written_per_day, here, "bytes a day", []),
+            tuple(legend),
+            draw(
+                "terabytes a day",
+                lambda result: result.disk_written_per_day / 1e12,
+                "{:.3g} TB".format,
+                None,
+            ),
         )
 
 
-def _room(result: CellResult) -> int:
-    return result.cell.memory_bytes + result.cell.disk_bytes
+def _capacity(result: CellResult, is_memory: bool) -> int:
+    return result.cell.memory_bytes if is_memory else result.cell.disk_bytes
 
 
-def _lines(results: Sequence[CellResult]) -> list[tuple[str, str, list[CellResult]]]:
-    """Divide results into lines over capacity, each with its colour and name.
-
-    Where both memory and disk vary, each disk has lines of its own.
-    """
-    both = len({result.cell.memory for result in results}) > 1
+def _lines(results: Sequence[CellResult], is_memory: bool) -> list[tuple[str, str, list[CellResult]]]:
+    """Divide results into lines over memory, or over disk, each with its colour and name."""
     lines: dict[tuple[str, ...], list[CellResult]] = {}
     for result in results:
         cell = result.cell
-        lines.setdefault(
-            (cell.policy, f"chunks of {cell.chunk_tokens}", f"disk {cell.disk}" * both), []
-        ).append(result)
+        words = cell.policy, f"chunks of {cell.chunk_tokens}", f"disk {cell.disk}" * is_memory
+        lines.setdefault(words, []).append(result)
     varies = [len(set(words)) > 1 for words in zip(*lines, strict=True)]
     varies[0] = True
     return [
         (
             _COLOURS[at % len(_COLOURS)],
             ", ".join(word for word, shown in zip(words, varies, strict=True) if shown),
-            sorted(line, key=_room),
+            sorted(line, key=lambda result: _capacity(result, is_memory)),
         )
         for at, (words, line) in enumerate(lines.items())
     ]
@@ -185,28 +189,33 @@ def _lines(results: Sequence[CellResult]) -> list[tuple[str, str, list[CellResul
 
 def _curves(
     lines: list[tuple[str, str, list[CellResult]]],
-    value: Value,
+    is_memory: bool,
     here: int | None,
     y_label: str,
-    bound: list[tuple[int, float]],
+    value: Value,
+    label: Label,
+    bound: Value | None,
 ) -> str:
-    """Draw a value of each line over capacity, a bound, and the mark of the reader's own machine."""
+    """Draw a value of each line over capacity, its bound, and the mark of the reader's own machine."""
     cells = [result for _, _, line in lines for result in line]
-    x = Log.around([*map(_room, cells), *([here] if here else [])])
-    y = Linear.up_to([*map(value, cells), *(at for _, at in bound)])
-    plot = Plot(y_label + " over capacity", x, y, x_label=_X_LABEL, y_label=y_label)
-    shown = {"share of prompt tokens": "{:.0%}".format, "time to first token": format_time}
-    label = shown.get(y_label, lambda tick: f"{format_count(tick / 1e9)} GB")
+    sizes = [_capacity(result, is_memory) for result in cells] + ([] if here is None else [here])
+    x, x_label = Log.around(sizes), f"{'memory' if is_memory else 'disk'} (log scale)"
+    y = Linear.up_to([*map(value, cells), *(map(bound, cells) if bound else ())])
+    plot = Plot(f"{y_label} over capacity", x, y, x_label=x_label, y_label=y_label)
     plot.y_axis((tick, label(tick)) for tick in y.ticks())
-    sizes = (float(1 << power) for power in range(10, 60) if x.low <= 1 << power <= x.high)
-    plot.x_axis(spaced(plot, ((size, format_size(round(size)).replace(".0", "")) for size in sizes)))
+    ticks = (float(1 << power) for power in range(10, 60) if x.low <= 1 << power <= x.high)
+    plot.x_axis(spaced(plot, ((size, format_size(round(size)).replace(".0", "")) for size in ticks)))
     if here is not None:
-        plot.line([(here, y.low), (here, y.high)], "link")
-        plot.text(min(max(plot.x(here), _FIRST_WORD), _LAST_WORD), TOP - 4, "you are here", "median")
-    plot.line(bound, "bound")
+        plot.line([(here, y.low), (here, y.high)], "here")
+    if bound is not None:  # most lines share it with another
+        bounds = [
+            tuple((_capacity(result, is_memory), bound(result)) for result in line) for _, _, line in lines
+        ]
+        for each in dict.fromkeys(bounds):
+            plot.line(each, "bound")
     for css, name, line in lines:
-        plot.line([(_room(result), value(result)) for result in line], css)
-        for result in line:
-            room = format_size(_room(result))
-            plot.dot((_room(result), value(result)), css, f"{name}, {room}: {label(value(result))}")
+        points = [(float(_capacity(result, is_memory)), value(result)) for result in line]
+        plot.line(points, css)
+        for point in points:
+            plot.dot(point, css, f"{name}, {format_size(round(point[0]))}: {label(point[1])}")
     return plot.svg()
