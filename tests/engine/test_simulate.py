@@ -135,7 +135,7 @@ def test_hits_equal_the_engines(tmp_path: Path, chunk: int, disk: int, steps: in
         config = make_config(settings, chunk, 1)
         simulator = Simulator(config, Speeds(1e4, 1e9, 1e9, steps))
         assert config.row_bytes == ROW
-        for number in range(250):
+        for number in range(200):
             chat, prompt, max_tokens = chats.next_prompt()
             output = serve(engine, prompt, max_tokens)
             said = prompt + output.token_ids

@@ -137,8 +137,13 @@ def simulate_command(
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with interruptible(), progress:
-        task = progress.add_task("", total=len(sweep.cells(requests)))
-        results = run_sweep(requests, sweep, jobs or os.cpu_count() or 1, lambda _: progress.advance(task))
+        task = progress.add_task("", total=None)
+        results = run_sweep(
+            requests,
+            sweep,
+            jobs or os.cpu_count() or 1,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
     if json_file is not None:
         write_whole(json_file, json.dumps(_to_json(requests, sweep, results), indent=2) + "\n")
     if html_file is not None:

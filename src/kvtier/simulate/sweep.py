@@ -203,15 +203,19 @@ def _simulate_here(sweep: Sweep, cell: Cell) -> CellResult:
 
 
 def run_sweep(
-    trace: Trace, sweep: Sweep, jobs: int, on_result: Callable[[CellResult], None] = lambda _result: None
+    trace: Trace, sweep: Sweep, jobs: int, on_progress: Callable[[int, int], None] = lambda _done, _all: None
 ) -> list[CellResult]:
-    """Simulate all cells, up to `jobs` at once, and return their results in the order of the cells."""
+    """Simulate all cells, up to `jobs` at once, and return their results in the order of the cells.
+
+    `on_progress` is told how many of how many cells are done.
+    """
     cells = sweep.cells(trace)
+    on_progress(0, len(cells))
     results: dict[Cell, CellResult] = {}
     with closing(_run(trace, sweep, cells, min(jobs, len(cells)))) as running:
         for result in running:
             results[result.cell] = result
-            on_result(result)
+            on_progress(len(results), len(cells))
     return [results[cell] for cell in cells]
 
 
