@@ -7,6 +7,7 @@ The engine's threads are waited for after every step, as the simulator assumes.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.simulate import Simulator, Speeds, TraceRequest, make_config, make_settings
 from kvtier.simulate.trace import PrefixIds, Trace
 from kvtier.testing.toy_model import ToyModel
+from kvtier.tiers.disk.tier import DiskTier
 
 BLOCK = 4
 POOL, DISK = 32, 96
@@ -116,7 +118,17 @@ def held(manager: CPUOffloadingManager | TieredOffloadingManager, keys: list[Off
     return [manager.lookup_many(keys, NO_REQUEST), *(tier.lookup_many(keys) for tier in tiers)]
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+def set_clocks(manager: CPUOffloadingManager | TieredOffloadingManager, clock: Callable[[], float]) -> None:
+    """Have the engine's policies see the time of the trace."""
+    if isinstance(manager, TieredOffloadingManager):
+        (tier,) = manager.tiers
+        assert isinstance(tier, DiskTier)
+        tier._expect_table().policy.clock = clock
+        manager = manager.pool
+    manager.policy.clock = clock
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 @pytest.mark.parametrize(
     ("chunk", "disk", "steps"), [(4, 0, 512), (4, DISK, 512), (8, DISK, 24), (12, DISK, 512)]
 )
@@ -135,7 +147,9 @@ def test_hits_equal_the_engines(tmp_path: Path, chunk: int, disk: int, steps: in
         config = make_config(settings, chunk, 1)
         simulator = Simulator(config, Speeds(1e4, 1e9, 1e9, steps))
         assert config.row_bytes == ROW
+        set_clocks(manager, simulator.clock.trace_time)
         for number in range(200):
+            simulator.clock.arrival = number
             chat, prompt, max_tokens = chats.next_prompt()
             output = serve(engine, prompt, max_tokens)
             said = prompt + output.token_ids

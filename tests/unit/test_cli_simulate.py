@@ -102,7 +102,7 @@ def test_the_bytes_of_a_token_come_from_a_model(trace: Path, tmp_path: Path) -> 
             "--memory: expected at least one row of 16 tokens (64.0 KiB), got 1KiB",
         ),
         ([*TOKEN, "--memory", "1MiB", "--disk", "1B"], "--disk: expected at least one row"),
-        ([*TOKEN, "--memory", "1MiB", "--policy", "lur"], "--policy: expected one of arc, lru"),
+        ([*TOKEN, "--memory", "1MiB", "--policy", "lur"], "--policy: expected one of arc, gittins, lru"),
         (
             [*TOKEN, "--memory", "1MiB", "--chunk-tokens", "24"],
             "expected a multiple or a divisor of the trace's",

@@ -12,11 +12,15 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvtier.errors import InputError
 from kvtier.events.recording import RecordedBatch, RecordingWriter
 from kvtier.events.types import BlockStored, KVEventBatch
+from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.policies import Ending, LRUPolicy, Slots
 from kvtier.simulate import (
     Capacity,
     Served,
@@ -272,6 +276,28 @@ def test_rows_are_written_ahead_of_their_eviction() -> None:
     assert simulator.disk is not None
     assert simulator.disk.stats().demoted == 120
     assert sum(one.disk_tokens for one in served[60:]) > 0
+
+
+class WatchingPolicy(LRUPolicy):
+    """Remembers how requests ended, and when."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.endings: list[tuple[float, Ending]] = []
+
+    def end_request(self, slots: Slots, reused: npt.NDArray[np.bool_], ending: Ending) -> None:
+        self.endings.append((self.clock(), ending))
+        super().end_request(slots, reused, ending)
+
+
+def test_policies_see_the_time_of_the_trace_and_how_requests_end(tmp_path: Path) -> None:
+    lines = ["0,a,40,9,stop", "5,a,60,7,tool_calls", "9,b,40,3,length"]
+    trace = read(tmp_path, "time,session,input_tokens,output_tokens,finish_reason", *lines)
+    simulator, _ = simulate(trace, 32, policy=f"{__name__}:WatchingPolicy")
+    assert isinstance(simulator.manager, CPUOffloadingManager)
+    assert isinstance(simulator.manager.policy, WatchingPolicy)
+    expected = [(0.0, Ending(9, "turn")), (5.0, Ending(7, "tool")), (9.0, Ending(3, "unknown"))]
+    assert simulator.manager.policy.endings == expected
 
 
 def test_sweeps_cover_every_combination_in_several_processes() -> None:

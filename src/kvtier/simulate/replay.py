@@ -37,7 +37,7 @@ from kvtier.events.tracker import Description
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
-from kvtier.simulate.tier import SimulatedClock, SimulatedDisk
+from kvtier.simulate.tier import SimulatedClock, SimulatedDisk, make_timed_policy
 from kvtier.simulate.trace import Ids, Trace, TraceRequest
 from kvtier.transfer.base import (
     CanonicalKVCaches,
@@ -52,6 +52,10 @@ LOAD_SECONDS = 0.01
 _AHEAD_POLLS = 8
 """With `write: evict`, rows are looked for once in so many polls. An engine polls more often than that."""
 _MOST_ASKS = 10_000
+_ENDINGS = dict.fromkeys(("tool", "tool_calls", "tool_use"), "tool") | dict.fromkeys(
+    ("turn", "stop", "end_turn"), "turn"
+)
+"""What policies call the finish reasons of traces (`kvtier.policies.base.ENDINGS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,6 @@ class _Request:
     num_tokens: int
     num_prompt_tokens: int
     block_hashes: list[bytes]
-    finish_reason: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -136,9 +139,8 @@ class Simulator:
         settings = config.settings
         self.config, self.speeds, self.clock = config, speeds, SimulatedClock()
         self.chunk_tokens = config.groups[0].block_size
-        pool = CPUOffloadingManager(
-            config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
-        )
+        policy = make_timed_policy(settings.cpu.policy, config.num_slots, self.clock)
+        pool = CPUOffloadingManager(config.num_slots, policy, store_threshold=settings.store_threshold)
         self.manager: CPUOffloadingManager | TieredOffloadingManager = pool
         self.disk: SimulatedDisk | None = None
         self._polls = 0
@@ -184,7 +186,7 @@ class Simulator:
         first_token = self.clock.service - began
         self._decode(request, traced, hashes)
         explanation = scheduler.explain(request.request_id)
-        scheduler.request_finished(request)
+        scheduler.request_finished(request, how=_ENDINGS.get(traced.finish_reason or "", "unknown"))
         self._settle()
         return _served(explanation, first_token)
 
@@ -203,7 +205,6 @@ class Simulator:
             self._settle()
         request.num_tokens = traced.prompt_tokens + traced.output_tokens
         request.block_hashes = hashes
-        request.finish_reason = traced.finish_reason
 
     def _ask(self, request: _Request) -> int:
         """Ask about a request until there is an answer, and return how many tokens are loaded."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtier.policies import make_policy
+from kvtier.policies import CachePolicy, make_policy
 from kvtier.slot_table import SlotTable
 from kvtier.tier_config import DiskConfig
 from kvtier.tiers.base import Backend, Direction, RowBatch, RowJob, TierResult
@@ -34,6 +34,13 @@ class SimulatedClock:
     def trace_time(self) -> float:
         """Return the time of the trace."""
         return self.arrival
+
+
+def make_timed_policy(name: str, capacity: int, clock: SimulatedClock) -> CachePolicy:
+    """Make a policy that sees the time of the trace."""
+    policy = make_policy(name, capacity)
+    policy.clock = clock.trace_time
+    return policy
 
 
 class SimulatedIO(IOThreads):
@@ -93,4 +100,5 @@ class SimulatedDisk(SlotTier):
         super().__init__("disk", row_bytes, threads=0, write_limit=limit, clock=clock.now)
         self.io = self._io = SimulatedIO(row_bytes, clock, bandwidth)
         slots = config.capacity // row_bytes
-        self.open_table(SlotTable(slots, make_policy(config.policy, slots)), _NoBackend(), SealScope(""))
+        policy = make_timed_policy(config.policy, slots, clock)
+        self.open_table(SlotTable(slots, policy), _NoBackend(), SealScope(""))
