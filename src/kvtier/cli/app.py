@@ -14,6 +14,7 @@ from kvtier.cli.disk import disk_app
 from kvtier.cli.doctor import doctor_command
 from kvtier.cli.events import events_app
 from kvtier.cli.index import index_app
+from kvtier.cli.simulate import simulate_command
 from kvtier.cli.size import size_command
 from kvtier.cli.streams import INTERRUPTED, remark
 from kvtier.cli.tiers import tiers_app
@@ -22,6 +23,7 @@ from kvtier.cli.top import top_command
 app = typer.Typer(name="kvtier", add_completion=False, help="Keeps the KV cache that a GPU forgets.")
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)
+app.command("simulate")(simulate_command)
 app.command("size")(size_command)
 app.command("top")(top_command)
 app.add_typer(config_app, name="config")

@@ -113,10 +113,10 @@ def size_command(
         shape,
         tensor_parallel=tensor_parallel,
         block_size=block_size,
-        memory=None if memory is None else _positive("--memory", memory),
-        disk=None if disk is None else _positive("--disk", disk),
-        bus=_positive("--bus", bus),
-        disk_bandwidth=_positive("--disk-bandwidth", disk_bandwidth),
+        memory=None if memory is None else positive_size("--memory", memory),
+        disk=None if disk is None else positive_size("--disk", disk),
+        bus=positive_size("--bus", bus),
+        disk_bandwidth=positive_size("--disk-bandwidth", disk_bandwidth),
         prefill=prefill,
     )
     if as_json:
@@ -126,7 +126,8 @@ def size_command(
         _print(report, tensor_parallel, prefill)
 
 
-def _positive(option: str, text: str) -> int:
+def positive_size(option: str, text: str) -> int:
+    """Read a size of at least one byte, or bytes a second."""
     size = parse_size(text.removesuffix("/s"), option)
     if size < 1:
         raise InputError(f"{option}: expected more than 0, got {text!r}")

@@ -106,7 +106,7 @@ def _ecdf(result: DemoResult) -> str:
         y_label="share of requests",
     )
     plot.y_axis((share, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1))
-    plot.x_axis(_spaced(plot, ((tick, format_time(tick)) for tick in x.ticks())), grid=True)
+    plot.x_axis(spaced(plot, ((tick, format_time(tick)) for tick in x.ticks())), grid=True)
     for name, times in runs.items():
         corners = [(x.low, 0.0)]
         for rank, time in enumerate(times):
@@ -115,7 +115,7 @@ def _ecdf(result: DemoResult) -> str:
     return plot.svg()
 
 
-def _spaced(plot: Plot, labels: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
+def spaced(plot: Plot, labels: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
     """Return the labels without those that would touch the one before."""
     kept: list[tuple[float, str]] = []
     for value, label in labels:

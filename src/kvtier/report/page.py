@@ -1,4 +1,5 @@
-"""The page: the demo's numbers, its plots and how they were measured, in one HTML file.
+"""The page: the demo's numbers, its plots and how they were measured, in one HTML file. The simulator's page
+is made of the same parts.
 
 The page loads nothing: no script, no font, no link leads out of it. It is well-formed XML, follows the
 reader's light or dark mode, and fits a phone. Everything here is pure; any thread may call it.
@@ -51,16 +52,21 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
     body = [
         _headline(result),
         '<section class="plots">',
-        *(_figure(figure) for figure in figures(result)),
+        *(frame_figure(figure) for figure in figures(result)),
         "</section>",
         *_restart(result),
-        _section("Both runs side by side", _summary_table(result)),
-        _section("Why prompt tokens had to be computed", _why_table(result)),
-        _section("How this was measured", _method(result, command)),
+        make_section("Both runs side by side", _summary_table(result)),
+        make_section("Why prompt tokens had to be computed", _why_table(result)),
+        make_section("How this was measured", _method(result, command)),
         f"<details><summary>Every request</summary>{_request_table(result)}</details>",
     ]
-    title = escape(f"kvtier demo: {_verdict(result)}; {describe_model(result)}")
-    return _PAGE.format(title=title, style=STYLE, body="\n".join(body), version=escape(__version__))
+    return compose_page(f"kvtier demo: {_verdict(result)}; {describe_model(result)}", body)
+
+
+def compose_page(title: str, body: Iterable[str]) -> str:
+    """Return a page of these parts, which are markup."""
+    content = "\n".join(body)
+    return _PAGE.format(title=escape(title), style=STYLE, body=content, version=escape(__version__))
 
 
 def _headline(result: DemoResult) -> str:
@@ -124,7 +130,8 @@ def _tile(label: str, off: str, on: str) -> str:
     return f'<div class="tile"><p>{escape(label)}</p><p class="value">{values}</p></div>'
 
 
-def _figure(figure: Figure) -> str:
+def frame_figure(figure: Figure) -> str:
+    """Return a figure with its title, caption and legend."""
     legend = "".join(
         f'<span><i class="swatch {css}"></i>{escape(words)}</span>' for css, words in figure.legend
     )
@@ -135,13 +142,14 @@ def _figure(figure: Figure) -> str:
 </figure>"""
 
 
-def _section(title: str, content: str) -> str:
+def make_section(title: str, content: str) -> str:
+    """Return a section with a heading; the content is markup."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
 def _summary_table(result: DemoResult) -> str:
     rows = [(_indented(row.label), row.off, row.on, row.change) for row in summarize(result)]
-    return _table(("", "without kvtier", "with kvtier", ""), rows)
+    return make_table(("", "without kvtier", "with kvtier", ""), rows)
 
 
 def _restart(result: DemoResult) -> Iterator[str]:
@@ -149,13 +157,13 @@ def _restart(result: DemoResult) -> Iterator[str]:
     restart, title = result.restart, "Killed, and started again over its disk"
     if restart is not None:
         rows = [(_indented(label), *values) for label, *values in summarize_restart(restart)]
-        table = _table(("", *RESTART_RUNS.values()), rows)
+        table = make_table(("", *RESTART_RUNS.values()), rows)
         caption = f"<figcaption><h2>{title}</h2><p>{escape(describe_restart(restart))}</p></figcaption>"
         counted = "".join(f'<p class="soft">{escape(line)}</p>' for line in describe_tiers(restart))
-        plot = _figure(restart_figure(restart))
+        plot = frame_figure(restart_figure(restart))
         yield f'<section class="plots">{plot}<figure>{caption}{table}{counted}</figure></section>'
     elif result.restart_skipped is not None:
-        yield _section(title, f"<p>Not run: {escape(result.restart_skipped)}</p>")
+        yield make_section(title, f"<p>Not run: {escape(result.restart_skipped)}</p>")
 
 
 def _indented(label: str) -> str:
@@ -171,7 +179,7 @@ def _why_table(result: DemoResult) -> str:
         tokens[reason] += request.recomputed
     rows = [(_reason(reason), f"{count}", f"{tokens[reason]:,}") for reason, count in requests.most_common()]
     intro = "<p>With kvtier, for each request: why the first chunk that could not be loaded was missing.</p>"
-    return intro + _table(("reason", "requests", "tokens computed"), rows)
+    return intro + make_table(("reason", "requests", "tokens computed"), rows)
 
 
 def _reason(reason: str) -> _Html:
@@ -186,7 +194,7 @@ been computed before; what the GPU cache forgot is computed again in one run and
 the other. Answers are greedy. Activations are
 {escape(_precision(result.config))}</p>{_restart_method(result)}
 {repeat}
-{_table(("setting", "value"), _settings(result.config), css="words")}"""
+{make_table(("setting", "value"), _settings(result.config), css="words")}"""
 
 
 def _restart_method(result: DemoResult) -> str:
@@ -260,14 +268,14 @@ def _request_table(result: DemoResult) -> str:
         "first token on",
         "first miss",
     ]
-    return _table(head, rows, css="wide")
+    return make_table(head, rows, css="wide")
 
 
 class _Html(str):
     """Text that is markup already."""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
+def make_table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
     """Return a table. A phone shows each row as a paragraph; elsewhere a wide table scrolls."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(map(_cell, head, row))}</tr>" for row in rows)
@@ -349,9 +357,16 @@ svg text.value.off { fill: var(--soft); } svg text.value.on { fill: var(--on); }
 .axis { stroke: var(--soft); stroke-width: 1.2; }
 .band { fill: var(--band); }
 .line { fill: none; stroke-width: 2.4; stroke-linejoin: round; stroke-linecap: round; }
-.line.off { stroke: var(--off); } .line.on { stroke: var(--on); }
+.line.off { stroke: var(--off); } .line.on { stroke: var(--on); } .line.gpu { stroke: var(--gpu); }
+.line.disk { stroke: var(--disk); } .line.recomputed { stroke: var(--recomputed); }
+.line.bad { stroke: var(--bad); } .dot.bad { fill: var(--bad); } .swatch.bad { background: var(--bad); }
+.line.here { stroke: var(--soft); stroke-width: 1.6; stroke-dasharray: 1 5; }
+.swatch.here { background: var(--soft); width: 3px; }
+.line.bound { stroke: var(--ink); stroke-width: 1.6; stroke-dasharray: 5 4; }
 .line.link { stroke: var(--line); stroke-width: 1.4; }
 .dot.off { fill: var(--card); stroke: var(--off); stroke-width: 1.8; } .dot.on { fill: var(--on); }
+.dot.gpu { fill: var(--gpu); } .dot.disk { fill: var(--disk); } .dot.recomputed { fill: var(--recomputed); }
+.dot.bound { fill: none; } .swatch.bound { background: var(--ink); height: 2px; vertical-align: middle; }
 .dot.single { fill: var(--ink); fill-opacity: 0.45; }
 .fill.gpu { fill: var(--gpu); } .fill.cpu { fill: var(--cpu); } .fill.recomputed { fill: var(--recomputed); }
 .fill.disk { fill: var(--disk); }
