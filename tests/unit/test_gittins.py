@@ -110,6 +110,20 @@ def test_a_chunk_that_comes_back_after_its_eviction_has_its_uses() -> None:
     assert policy._slots.uses.tolist() == [3, 3]
 
 
+def test_a_prompt_stored_in_steps_does_not_push_its_own_beginning_out() -> None:
+    cache = Cache(8)
+    for name in "abc":
+        cache.now += 1.0
+        cache.ask(chunks(*((name, at) for at in range(4))))
+    prompt, context = chunks(*range(12)), ReqContext(req_id="long")
+    for start in range(0, 12, 2):
+        cache.now += 0.1
+        output = cache.manager.prepare_store(prompt[start : start + 2], context)
+        assert output is not None
+        cache.manager.complete_store(output.keys_to_store)
+    assert cache.manager.lookup_prefix(prompt, ReqContext(), wait=False) == 8
+
+
 def test_ends_of_the_request_that_stored_a_chunk_are_no_second_use() -> None:
     cache = Cache(4)
     policy = cache.policy
