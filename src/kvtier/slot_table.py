@@ -41,7 +41,7 @@ NO_USER = -1
 
 _OURS = LRUPolicy, ARCPolicy, GittinsPolicy
 _QUESTIONS = "evict", "evict_for", "coldest", "ranked"
-_CALLS = "insert", "touch", "end_request", "remove", "clear", "check", *_QUESTIONS
+_CALLS = "insert", "touch", "end_request", "refuse", "remove", "clear", "check", *_QUESTIONS
 _RESTORE_SLICE = 16_384
 """Keys entered at once during a restore: some milliseconds in which no other thread runs."""
 _MOST_TICKS = 1 << 62
@@ -357,8 +357,9 @@ class SlotTable:
         self.policy = policy
         is_ours = type(policy) in _OURS
         calls = (getattr(policy, name) if is_ours else partial(self._ask, name) for name in _CALLS)
-        self._insert, self._touch, self._end_request, self._remove, self._clear, *rest = calls
-        self._check, self._choose_victims, self._choose_for, self._coldest, self._ranked = rest
+        self._insert, self._touch, self._end_request, self.refuse, self._remove, *rest = calls
+        self._clear, self._check, self._choose_victims, self._choose_for, *questions = rest
+        self._coldest, self._ranked = questions
         if type(policy).end_request is CachePolicy.end_request:
             self._end_request = lambda slots, reused, _ending: self._touch(slots, reused)
         if type(policy).evict_for is CachePolicy.evict_for:

@@ -211,6 +211,7 @@ class OffloadingConnectorScheduler:
             self._plan_load(state, state.local + num_external_tokens)
 
     def _plan_load(self, state: RequestState, end: int) -> None:
+        self.manager.touch(state.all_keys(), state.context)  # its stores must not evict what it loads
         job = plan_load(self.spec.config, state, end, self._load_decision.wait_budget(state, end))
         if self._promotion is not None:
             job.promoted_tokens = self._promotion.tokens_by_tier(state, end)
@@ -322,8 +323,6 @@ class OffloadingConnectorScheduler:
         if output is None:
             state.retry_store_at, state.next_offer = self._blocks.step + _STORE_RETRY_STEPS, 0
             return None
-        if output.not_worth:
-            state.store_limit = 0  # chunks behind one that is not kept could not be loaded
         for group, chunks in zip(state.groups, wanted, strict=True):
             if chunks:
                 group.next_store = max(chunks.values()) + 1

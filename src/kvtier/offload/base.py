@@ -44,6 +44,8 @@ class ReqContext:
     """The request's chunks must not leave the process: their bytes depend on more than their keys say."""
     ending: Ending | None = None
     """How the request ended, once it has."""
+    is_cut: bool = False
+    """A chunk of the request was not worth its slot. Those behind it could not be loaded without it."""
 
 
 NO_REQUEST = ReqContext()
@@ -57,8 +59,6 @@ class PrepareStoreOutput:
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
     evicted_keys: list[OffloadKey] = field(default_factory=list)
-    not_worth: int = 0
-    """The number of last keys that were left out because the chunks that are there are worth more."""
 
 
 class ChunkLookup(Protocol):

@@ -152,22 +152,25 @@ class CPUOffloadingManager(OffloadingManager):
             wanted = self._often_enough(wanted)
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
+        if req_context.is_cut and not ignore_threshold:
+            self._refuse(wanted)
+            table.refuse(wanted)
+            return PrepareStoreOutput([], CPULoadStoreSpec([]))
         needed = len(wanted) - table.num_free()
         newcomers = None if ignore_threshold else wanted
         evicted = self._make_room(needed, offered, wanted, newcomers) if needed > 0 else []
-        not_worth = 0
         if len(evicted) < needed:
             refused = wanted[len(evicted) - needed :]
             self._refuse(refused)
-            not_worth = len(refused) - table.shortfall(offered)
-            del wanted[-len(refused) :]
-            if not wanted and not_worth <= 0:
+            del wanted[len(evicted) - needed :]
+            req_context.is_cut = table.shortfall(offered) < len(refused)  # else there is no room
+            if not wanted and not req_context.is_cut:
                 return None
         slots = table.take(wanted, hash(req_context.req_id))
         if self._some_stay or req_context.stays_in_pool:
             self._some_stay = True
             self._stays[slots] = req_context.stays_in_pool
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted, not_worth)
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
     def _make_room(
         self,

@@ -63,8 +63,9 @@ class CachePolicy(ABC):
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
         """Record a use of distinct ranked slots, ordered head to tail: the tail must leave before the head.
 
-        `reused[i]` is False if the request that uses the chunk has stored it: this renews the chunk's
-        recency, but is not a second use.
+        A request may tell of its use when it begins and, with `end_request`, when it ends. `reused[i]` is
+        False if the request that uses the chunk has stored it: this renews the chunk's recency, but is not a
+        second use.
         """
 
     def end_request(self, slots: Slots, reused: npt.NDArray[np.bool_], ending: Ending) -> None:
@@ -88,6 +89,10 @@ class CachePolicy(ABC):
         to leave. They are not stored then. By default every newcomer is worth it.
         """
         return self.evict(count, evictable, keys_of)
+
+    def refuse(self, newcomers: list[OffloadKey]) -> None:
+        """Take note of new chunks that are not stored because a chunk before them was not worth it."""
+        return
 
     @abstractmethod
     def remove(self, slots: Slots) -> None:

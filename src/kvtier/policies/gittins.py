@@ -10,9 +10,9 @@ Chunks that left, or were not taken, are remembered for a while (six for each sl
 the model also learns of uses that came too late. The model counts a sample of a few thousand slots, which is
 enough for its statistics and bounds its work.
 
-A use is counted when its request ends: the first end after a chunk was stored is that of the request that
-stored it, and begins the first idle time. Until then the chunk leaves after all others, or a long prompt
-would push its own beginning out. Scheduler thread only.
+A chunk is idle from the end of a request that used it until its next use. While a request uses it, or has
+stored it and goes on, it leaves after all others: a long prompt must not push its own beginning out.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.policies.base import UNKNOWN_ENDING, CachePolicy, Ending, KeysOf, Slots
+from kvtier.policies.base import CachePolicy, Ending, KeysOf, Slots
 from kvtier.policies.reuse import AGES, NO_ENDING, NUM_BINS, NUM_CLASSES, ReuseModel, bins_of, classes_of
 from kvtier.policies.slots import ABSENT, ClassLists, GhostLists
 
@@ -68,19 +68,23 @@ class GittinsPolicy(CachePolicy):
         self._classify(slots, None)
 
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
-        self.end_request(slots, reused, UNKNOWN_ENDING)
+        self._use(slots, reused, None)
 
     def end_request(self, slots: Slots, reused: npt.NDArray[np.bool_], ending: Ending) -> None:
+        self._use(slots, reused, ending)
+        self._num_ends += 1
+        if self._num_ends % _DERIVE_AFTER == 0:
+            self._derive(self.clock())
+
+    def _use(self, slots: Slots, reused: npt.NDArray[np.bool_], ending: Ending | None) -> None:
+        """Count uses of idle chunks. They are idle again if the request has ended."""
         chunks, now = self._slots, self.clock()
         used = slots[reused & chunks.is_idle[slots]]
         self._count_uses(chunks, used, now)
         chunks.uses[used] = _one_more(chunks.uses[used])
         chunks.stamps[slots] = now
-        chunks.is_idle[slots] = True
+        chunks.is_idle[slots] = ending is not None
         self._classify(slots, ending)
-        self._num_ends += 1
-        if self._num_ends % _DERIVE_AFTER == 0:
-            self._derive(now)
 
     def _classify(self, slots: Slots, ending: Ending | None) -> None:
         classes = classes_of(self._slots.uses[slots], ending)
@@ -141,7 +145,7 @@ class GittinsPolicy(CachePolicy):
         victims = self.coldest(count, evictable)
         taken = self._num_worth(newcomers, victims)
         if taken < len(victims):
-            self._refuse(newcomers[taken - len(victims) :])
+            self.refuse(newcomers[taken - len(victims) :])
         return self._leave(victims[:taken], keys_of)
 
     def _num_worth(self, newcomers: list[OffloadKey], victims: Slots) -> int:
@@ -170,9 +174,9 @@ class GittinsPolicy(CachePolicy):
             uses[known] = _one_more(self._gone.uses[ghosts[known]])
         return uses
 
-    def _refuse(self, keys: list[OffloadKey]) -> None:
-        uses = self._take_ghosts(keys)
-        self._remember(keys, uses, classes_of(uses), self.clock(), is_idle=True)
+    def refuse(self, newcomers: list[OffloadKey]) -> None:
+        uses = self._take_ghosts(newcomers)
+        self._remember(newcomers, uses, classes_of(uses), self.clock(), is_idle=True)
 
     def _leave(self, slots: Slots, keys_of: KeysOf) -> Slots:
         """Unrank slots and remember their chunks."""

@@ -165,12 +165,13 @@ def _pool_last(counts: Numbers) -> Numbers:
 def _chances(used: Numbers, reached: Numbers) -> Numbers:
     """Return the probability of a use in each bin, for a chunk that has reached it."""
     all_used, all_reached = used[NO_ENDING].sum(axis=0), reached[NO_ENDING].sum(axis=0)
-    pooled = np.empty(NUM_BINS)
-    chance = _GUESS
-    for at in range(NUM_BINS):  # beyond the ages that were seen often, the last known chance holds
-        if all_reached[at] >= _ENOUGH:
-            chance = all_used[at] / all_reached[at]
-        pooled[at] = chance
+    # Before anything is learnt, a chunk is worth less the older it is, as with LRU.
+    pooled = _GUESS * np.minimum(1.0, _WIDTHS / _FIRST_AGE)
+    known = all_reached >= _ENOUGH
+    pooled[known] = all_used[known] / all_reached[known]
+    if known.any():  # beyond the ages that were seen often, the last known chance holds
+        last = int(known.nonzero()[0][-1])
+        pooled[last + 1 :] = pooled[last]
     ratio = (used.sum(axis=1) + 1.0) / ((reached * pooled).sum(axis=1) + 1.0)
     expected = _SHRINKAGE * ratio[:, None] * pooled
     chances: Numbers = np.minimum(_MOST_LIKELY, (used + expected) / (reached + _SHRINKAGE))
