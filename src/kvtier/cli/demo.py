@@ -154,8 +154,8 @@ def demo_command(
 
 def _run(settings: DemoSettings, command: list[str], json_file: str | None, report: Path | None) -> bool:
     """Run the demo, show it, write the requested files, and return whether all tokens are the same."""
-    _expect_writable("--report", report)
-    _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
+    expect_writable("--report", report)
+    expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
     _prepare_engine(settings.kvtier.cpu.policy)
     console = Console(stderr=json_file == "-", highlight=False)
     with interruptible():
@@ -163,7 +163,7 @@ def _run(settings: DemoSettings, command: list[str], json_file: str | None, repo
             result = run_demo(settings, display)
         print_result(console, result)
         if report is not None:
-            _write_whole(report, render_report(result, command=command))
+            write_whole(report, render_report(result, command=command))
             console.print(f"report: {report}", soft_wrap=True)
         if json_file is not None:
             _write_json(json_file, result)
@@ -176,7 +176,7 @@ def _expect_folder(path: Path) -> Path:
     return path
 
 
-def _expect_writable(option: str, path: Path | None) -> None:
+def expect_writable(option: str, path: Path | None) -> None:
     """Refuse a file that cannot be written, before any work is lost.
 
     Tries the later temporary file beside it.
@@ -241,10 +241,10 @@ def _write_json(file: str, result: DemoResult) -> None:
     if file == "-":
         sys.stdout.write(text)
     else:
-        _write_whole(Path(file), text)
+        write_whole(Path(file), text)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file so that no reader ever sees half of it.
 
     A target that is not a regular file, e.g. a pipe, is written directly.

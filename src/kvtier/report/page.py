@@ -51,15 +51,20 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
     body = [
         _headline(result),
         '<section class="plots">',
-        *(_figure(figure) for figure in figures(result)),
+        *(make_figure(figure) for figure in figures(result)),
         "</section>",
         *_restart(result),
-        _section("Both runs side by side", _summary_table(result)),
-        _section("Why prompt tokens had to be computed", _why_table(result)),
-        _section("How this was measured", _method(result, command)),
+        make_section("Both runs side by side", _summary_table(result)),
+        make_section("Why prompt tokens had to be computed", _why_table(result)),
+        make_section("How this was measured", _method(result, command)),
         f"<details><summary>Every request</summary>{_request_table(result)}</details>",
     ]
     title = escape(f"kvtier demo: {_verdict(result)}; {describe_model(result)}")
+    return make_page(title, body)
+
+
+def make_page(title: str, body: Iterable[str]) -> str:
+    """Return a whole page of a title and parts, all of them markup."""
     return _PAGE.format(title=title, style=STYLE, body="\n".join(body), version=escape(__version__))
 
 
@@ -80,7 +85,7 @@ def _headline(result: DemoResult) -> str:
 <p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too
 small for them: {loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.
 {_restarted(result)}{_caution(result)}</p>
-<div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>
+<div class="tiles">{"".join(make_tile(*tile) for tile in tiles)}</div>
 </header>"""
 
 
@@ -119,12 +124,14 @@ def _badge(result: DemoResult) -> str:
     return f'<p class="badge bad">✗ tokens differ: {escape(str(result.difference))}</p>'
 
 
-def _tile(label: str, off: str, on: str) -> str:
+def make_tile(label: str, off: str, on: str) -> str:
+    """Return a box with a figure without and with kvtier."""
     values = f'<span class="was">{off}</span> → <strong>{on}</strong>'
     return f'<div class="tile"><p>{escape(label)}</p><p class="value">{values}</p></div>'
 
 
-def _figure(figure: Figure) -> str:
+def make_figure(figure: Figure) -> str:
+    """Return a plot with its title, caption and legend."""
     legend = "".join(
         f'<span><i class="swatch {css}"></i>{escape(words)}</span>' for css, words in figure.legend
     )
@@ -135,30 +142,32 @@ def _figure(figure: Figure) -> str:
 </figure>"""
 
 
-def _section(title: str, content: str) -> str:
+def make_section(title: str, content: str) -> str:
+    """Return markup under a title."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
 def _summary_table(result: DemoResult) -> str:
-    rows = [(_indented(row.label), row.off, row.on, row.change) for row in summarize(result)]
-    return _table(("", "without kvtier", "with kvtier", ""), rows)
+    rows = [(indent(row.label), row.off, row.on, row.change) for row in summarize(result)]
+    return make_table(("", "without kvtier", "with kvtier", ""), rows)
 
 
 def _restart(result: DemoResult) -> Iterator[str]:
     """Yield the section on the run over a disk, or the reason why there was none."""
     restart, title = result.restart, "Killed, and started again over its disk"
     if restart is not None:
-        rows = [(_indented(label), *values) for label, *values in summarize_restart(restart)]
-        table = _table(("", *RESTART_RUNS.values()), rows)
+        rows = [(indent(label), *values) for label, *values in summarize_restart(restart)]
+        table = make_table(("", *RESTART_RUNS.values()), rows)
         caption = f"<figcaption><h2>{title}</h2><p>{escape(describe_restart(restart))}</p></figcaption>"
         counted = "".join(f'<p class="soft">{escape(line)}</p>' for line in describe_tiers(restart))
-        plot = _figure(restart_figure(restart))
+        plot = make_figure(restart_figure(restart))
         yield f'<section class="plots">{plot}<figure>{caption}{table}{counted}</figure></section>'
     elif result.restart_skipped is not None:
-        yield _section(title, f"<p>Not run: {escape(result.restart_skipped)}</p>")
+        yield make_section(title, f"<p>Not run: {escape(result.restart_skipped)}</p>")
 
 
-def _indented(label: str) -> str:
+def indent(label: str) -> str:
+    """Return a label as markup that is indented if the label begins with a space."""
     return _Html(f'<span class="sub">{escape(label.strip())}</span>') if label.startswith(" ") else label
 
 
@@ -171,7 +180,7 @@ def _why_table(result: DemoResult) -> str:
         tokens[reason] += request.recomputed
     rows = [(_reason(reason), f"{count}", f"{tokens[reason]:,}") for reason, count in requests.most_common()]
     intro = "<p>With kvtier, for each request: why the first chunk that could not be loaded was missing.</p>"
-    return intro + _table(("reason", "requests", "tokens computed"), rows)
+    return intro + make_table(("reason", "requests", "tokens computed"), rows)
 
 
 def _reason(reason: str) -> _Html:
@@ -186,7 +195,7 @@ been computed before; what the GPU cache forgot is computed again in one run and
 the other. Answers are greedy. Activations are
 {escape(_precision(result.config))}</p>{_restart_method(result)}
 {repeat}
-{_table(("setting", "value"), _settings(result.config), css="words")}"""
+{make_table(("setting", "value"), _settings(result.config), css="words")}"""
 
 
 def _restart_method(result: DemoResult) -> str:
@@ -260,14 +269,14 @@ def _request_table(result: DemoResult) -> str:
         "first token on",
         "first miss",
     ]
-    return _table(head, rows, css="wide")
+    return make_table(head, rows, css="wide")
 
 
 class _Html(str):
     """Text that is markup already."""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
+def make_table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
     """Return a table. A phone shows each row as a paragraph; elsewhere a wide table scrolls."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(map(_cell, head, row))}</tr>" for row in rows)
