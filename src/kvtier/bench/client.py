@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvtier.errors import InputError, OutsideError
+from kvtier.errors import InputError, OutsideError, show_value
 
 _LONGEST_LINE = 16 << 20
 _SHOWN = 300
@@ -70,7 +70,7 @@ class Server:
     def models(self, deadline: float) -> dict[str, int | None]:
         """Return the names of the models and the longest prompt of each, if the server tells it."""
         with self._answer("GET", "/v1/models", None, deadline) as (response, _):
-            found = _read_json(self.url, response)
+            found = _read_object(self.url, response.read(_LONGEST_LINE))
         try:
             return {str(model["id"]): model.get("max_model_len") for model in found["data"]}
         except (KeyError, TypeError, AttributeError):
@@ -79,8 +79,7 @@ class Server:
     def complete(self, path: str, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Send a request and return its whole answer."""
         with self._answer("POST", path, body, deadline) as (response, _):
-            answer: dict[str, Any] = _read_json(self.url, response)
-        return answer
+            return _read_object(self.url, response.read(_LONGEST_LINE))
 
     def reset_prefix_cache(self, deadline: float) -> bool:
         """Empty the engine's own prefix cache; return `False` if the server cannot do that."""
@@ -138,10 +137,7 @@ class Server:
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
-            try:
-                yield now, json.loads(data)
-            except ValueError:
-                raise OutsideError(f"{self.url}: expected JSON in the stream, got {data[:80]!r}") from None
+            yield now, _read_object(self.url, data)
         raise OutsideError(f"{self.url}: the answer broke off before its end")
 
     @contextmanager
@@ -154,7 +150,8 @@ class Server:
             raise TimeOver(f"{self.url}: no time is left")
         make = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
         connection = make(self._parts.hostname or "", self._parts.port, timeout=remaining)
-        data, sock = None if body is None else json.dumps(body).encode(), None
+        data = None if body is None else json.dumps(body).encode()
+        sock = response = None
         try:
             connection.connect()
             sock = connection.sock
@@ -177,7 +174,9 @@ class Server:
         finally:
             with self._lock:
                 self._open.discard(sock)
-            connection.close()
+            for one in (response, connection):
+                if one is not None:
+                    one.close()
 
 
 def _piece_of(choice: dict[str, Any]) -> str | None:
@@ -210,8 +209,11 @@ def _message(answer: Any) -> str:
     return " ".join(str(message).split())[:_SHOWN]
 
 
-def _read_json(url: str, response: HTTPResponse) -> Any:
+def _read_object(url: str, data: bytes) -> dict[str, Any]:
     try:
-        return json.loads(response.read(_LONGEST_LINE))
+        found = json.loads(data)
     except ValueError:
-        raise OutsideError(f"{url}: expected JSON, got {response.headers.get_content_type()}") from None
+        found = None
+    if isinstance(found, dict):
+        return found
+    raise OutsideError(f"{url}: expected a JSON object in the answer, got {show_value(data)}")

@@ -28,15 +28,13 @@ _PARTS = [part.split("|") for part in (_SUBJECTS, _VERBS, _OBJECTS, _ENDS)]
 
 
 def make_document(number: int, words: int) -> str:
-    """Return a text of about so many words. Texts of different numbers differ from the first words on."""
+    """Return a text of so many words. Texts of different numbers differ from the second word on."""
     chance = random.Random(number)
-    parts = [f"Record {number}."]
-    count = 2
-    while count < words:
+    written = ["Record", f"{number}."]
+    while len(written) < words:
         sentence = f"{' '.join(map(chance.choice, _PARTS))} on day {chance.randrange(1000)}."
-        parts.append(sentence[0].upper() + sentence[1:])
-        count += len(sentence.split())
-    return " ".join(parts)
+        written += (sentence[0].upper() + sentence[1:]).split()
+    return " ".join(written[:words])
 
 
 def read_prompts(path: Path) -> list[Prompt]:

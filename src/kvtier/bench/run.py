@@ -35,6 +35,8 @@ _METRICS_TIMEOUT = 5.0
 _METRICS_LAG = 1.0
 """Seconds for which the metrics may lag behind an answer."""
 _PROBE_WORDS = 200
+_USUAL_LENGTH = 2048
+"""Tokens of the longest prompt of a model, if the server does not tell."""
 _FIRST_FILLER = 1_000_000
 """Documents from this number on are fillers."""
 _COMPUTE = {"max_load_tokens": 0, "max_offload_tokens": 0}
@@ -124,7 +126,7 @@ class Bench:
         return (
             f"kvtier bench sends load to {self._server.url}: {count + 2 * settings.pairs} requests over "
             f"{count} prompt(s){length}{filler}, {settings.concurrency} at a time, for at most "
-            f"{settings.max_seconds:g} s. It slows other clients down, and empties the server's prefix cache."
+            f"{settings.max_seconds:g} s. It slows other clients down and empties the server's prefix cache."
         )
 
     @property
@@ -158,13 +160,14 @@ class Bench:
 
     def _probe(self) -> None:
         """Send a short prompt: does kvtier answer, and how many words make a token?"""
-        answer = self._complete(make_document(_FIRST_FILLER - 1, _PROBE_WORDS), {"cache_salt": self._salt})
+        words = min(_PROBE_WORDS, (self._max_length or _USUAL_LENGTH) // 4)
+        answer = self._complete(make_document(_FIRST_FILLER - 1, words), {"cache_salt": self._salt})
         if not (answer.get("kv_transfer_params") or {}).get("kvtier"):
             raise InputError(
                 f"{self._server.url}: the server's answers have nothing of kvtier; start it with "
                 "KVTierConnector in --kv-transfer-config"
             )
-        self._words_per_token = _PROBE_WORDS / max(_prompt_tokens(answer), 1)
+        self._words_per_token = words / max(_prompt_tokens(answer), 1)
 
     def _prompts(self) -> list[Prompt]:
         if self._settings.prompts:
@@ -192,7 +195,7 @@ class Bench:
             )
             return
         self._tell(f"filling the server's own cache with {self._capacity:,} other tokens")
-        longest = min(self._capacity, (self._max_length or 2048) - 1)
+        longest = min(self._capacity, (self._max_length or _USUAL_LENGTH) - 1)
         sent, more = 0, {"cache_salt": f"{self._salt}-filler", "kv_transfer_params": _COMPUTE}
         while sent < self._capacity:
             # Some texts take more tokens than the probe: leave a margin.
