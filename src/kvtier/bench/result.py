@@ -131,7 +131,9 @@ class BenchResult:
             return
         if 0 < self.pairs < 20:
             yield f"With {self.pairs} pairs, p99 is hardly more than the slowest request."
-        loading = self.loading
+        loading, off, on = self.loading, self.without.gap_ms(50), self.loading.gap_ms(50)
+        if self.settings["concurrency"] == 1 and abs(on - off) > 0.1 * off:
+            yield "Loads end before the first token: a difference in inter-token times is noise."
         if not loading.sources:
             yield "The server shows no metrics, so it is not known where its prompts came from."
         elif not loading.sources["external_kv_transfer"]:

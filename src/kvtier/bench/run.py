@@ -196,12 +196,13 @@ class Bench:
             return
         self._tell(f"filling the server's own cache with {self._capacity:,} other tokens")
         longest = min(self._capacity, (self._max_length or _USUAL_LENGTH) - 1)
-        sent, more = 0, {"cache_salt": f"{self._salt}-filler", "kv_transfer_params": _COMPUTE}
+        sent = 0
         while sent < self._capacity:
             # Some texts take more tokens than the probe: leave a margin.
             words = max(int(min(longest, self._capacity - sent) * self._words_per_token * 0.9), 8)
             filler = make_document(_FIRST_FILLER + self._fillers, words)
             self._fillers += 1
+            more = {"cache_salt": f"{self._salt}-{self._fillers}", "kv_transfer_params": _COMPUTE}
             sent += max(_prompt_tokens(self._complete(filler, more)), 1)
 
     def _complete(self, prompt: Prompt, more: dict[str, Any] | None = None) -> dict[str, Any]:

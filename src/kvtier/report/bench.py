@@ -53,8 +53,8 @@ def _headline(result: BenchResult) -> str:
 <p class="brand">kvtier bench</p>
 <h1>{escape(result.verdict())} <span class="model">{escape(result.model)} at {escape(result.url)}</span></h1>
 <p class="badge {"good" if good else "bad"}">{badge}</p>
-<p class="lead">Each of {result.pairs} prompts was sent twice to a running server: {share} came from kvtier
-where a request was allowed to load, and were computed where it was not.</p>
+<p class="lead">{result.pairs} pairs of requests went to a running server. {share} came from kvtier where a
+request was allowed to load; where it was not, the server computed them.</p>
 <div class="tiles">{"".join(make_tile(*values) for values in tiles)}</div>
 </header>"""
 
