@@ -30,7 +30,7 @@ class TimeOver(OutsideError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StreamedAnswer:
     """A streamed answer. Times are in seconds from when the request was sent."""
 
     text: str
@@ -89,7 +89,7 @@ class Server:
             return False
         return answer.get("success") is True
 
-    def stream(self, path: str, body: dict[str, Any], deadline: float) -> Answer:
+    def stream(self, path: str, body: dict[str, Any], deadline: float) -> StreamedAnswer:
         """Send a request and read its answer as it comes."""
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
         start = self._clock()
@@ -113,7 +113,7 @@ class Server:
             raise OutsideError(f"{self.url}: the answer ended without a token")
         tokens = int(usage.get("completion_tokens") or len(times))
         scale = (len(times) - 1) / (tokens - 1) if tokens > 1 else 1.0
-        return Answer(
+        return StreamedAnswer(
             text="".join(texts),
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             answer_tokens=tokens,

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvtier import __version__
-from kvtier.bench.client import Answer
+from kvtier.bench.client import StreamedAnswer
 from kvtier.demo.result import percentile
 from kvtier.demo.summary import Row, format_ms
 
@@ -28,7 +28,7 @@ SOURCES = {
 class Side:
     """The measured requests of one kind. Sources, misses and promoted bytes are what `/metrics` counted."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedAnswer] = field(default_factory=list)
     seconds: float = 0.0
     """The time in which requests of this kind were running."""
     sources: Counter[str] = field(default_factory=Counter)
