@@ -85,8 +85,8 @@ def test_fillers_take_the_cache_and_are_not_stored() -> None:
         "pair" if body.get("stream") else "filler" if body in fillers else "other"
         for _, body in fake.requests
     ]
-    assert kinds[:5] == ["other"] * 5, "the probe, and each prompt once"
-    assert kinds[5] == "filler"
+    assert kinds[:6] == ["other"] * 6, "two probes, and each prompt once"
+    assert kinds[6] == "filler"
     assert kinds[-5] == "filler"
 
 
@@ -94,7 +94,7 @@ def test_a_server_that_resets_its_cache_needs_no_filler() -> None:
     fake = FakeServer(Clock())
     fake.reset = True
     assert measure(fake).pairs == 4
-    assert len(fake.requests) == 1 + 4 + 8
+    assert len(fake.requests) == 2 + 4 + 8
 
 
 def test_documents_of_its_own_have_the_length_asked_for() -> None:

@@ -73,7 +73,7 @@ class Bench:
         self._deadline = clock() + _INSPECTION_TIMEOUT
         self._salt = f"kvtier-bench-{uuid.uuid4().hex}"
         self._fillers = 0
-        self._words_per_token = 0.7
+        self._tokens_per_word, self._tokens_around = 1.5, 0.0
         self._max_length: int | None = None
         self._capacity = 0
         self.result = BenchResult(server.url, "", {})
@@ -159,21 +159,29 @@ class Bench:
                 raise
 
     def _probe(self) -> None:
-        """Send a short prompt: does kvtier answer, and how many words make a token?"""
-        words = min(_PROBE_WORDS, (self._max_length or _USUAL_LENGTH) // 4)
+        """Send two short prompts: does kvtier answer, and how many tokens do words make?"""
+        most = min(_PROBE_WORDS, (self._max_length or _USUAL_LENGTH) // 4)
+        few, many = (self._probe_tokens(words) for words in (most // 2, most))
+        self._tokens_per_word = max((many - few) / (most - most // 2), 0.1)
+        self._tokens_around = max(many - most * self._tokens_per_word, 0.0)
+
+    def _probe_tokens(self, words: int) -> int:
         answer = self._complete(make_document(_FIRST_FILLER - 1, words), {"cache_salt": self._salt})
         if not (answer.get("kv_transfer_params") or {}).get("kvtier"):
             raise InputError(
                 f"{self._server.url}: the server's answers have nothing of kvtier; start it with "
                 "KVTierConnector in --kv-transfer-config"
             )
-        self._words_per_token = words / max(_prompt_tokens(answer), 1)
+        return _prompt_tokens(answer)
+
+    def _make_document(self, number: int, tokens: float) -> str:
+        """Return a document of about so many tokens, those of a chat's template included."""
+        return make_document(number, max(int((tokens - self._tokens_around) / self._tokens_per_word), 2))
 
     def _prompts(self) -> list[Prompt]:
         if self._settings.prompts:
             return list(self._settings.prompts[: self._settings.pairs])
-        words = int(self._settings.tokens * self._words_per_token)
-        return [make_document(number, words) for number in range(self._settings.pairs)]
+        return [self._make_document(number, self._settings.tokens) for number in range(self._settings.pairs)]
 
     def _warm_up(self, prompts: Sequence[Prompt]) -> None:
         """Send each prompt once, for kvtier to store it."""
@@ -199,8 +207,8 @@ class Bench:
         sent = 0
         while sent < self._capacity:
             # Some texts take more tokens than the probe: leave a margin.
-            words = max(int(min(longest, self._capacity - sent) * self._words_per_token * 0.9), 8)
-            filler = make_document(_FIRST_FILLER + self._fillers, words)
+            tokens = min(longest, self._capacity - sent) * 0.9
+            filler = self._make_document(_FIRST_FILLER + self._fillers, tokens)
             self._fillers += 1
             more = {"cache_salt": f"{self._salt}-{self._fillers}", "kv_transfer_params": _COMPUTE}
             sent += max(_prompt_tokens(self._complete(filler, more)), 1)
