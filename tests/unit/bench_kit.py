@@ -123,10 +123,7 @@ def serving(fake: FakeServer) -> Iterator[str]:
             elif body.get("stream"):
                 self._stream(prompt, length, source, body)
             else:
-                whole: dict[str, Any] = {"usage": {"prompt_tokens": length}}
-                if fake.kvtier:
-                    whole["kv_transfer_params"] = {"kvtier": {"prompt_tokens": length}}
-                self._reply(200, json.dumps(whole).encode())
+                self._reply(200, json.dumps({"usage": {"prompt_tokens": length}}).encode())
 
         def _stream(self, prompt: str, length: int, source: str, body: dict[str, Any]) -> None:
             fake.before_stream(len(fake.streamed))

@@ -186,12 +186,12 @@ def test_conversations_survive_a_killed_server(
     assert loads is not None
     assert float(loads[1]) > 0
     assert measured["pairs"] == measured["same_answers"] == 4
-    assert measured["without_loading"]["prompt_tokens_by_source"] == {"local_compute": 4 * 182}
-    assert measured["with_loading"]["prompt_tokens_by_source"] == {
+    assert measured["without"]["sources"] == {"local_compute": 4 * 182}
+    assert measured["loading"]["sources"] == {
         "external_kv_transfer": 4 * 160,
         "local_compute": 4 * 22,
     }
-    assert measured["foreign_prompt_tokens"] == 0
+    assert measured["foreign_tokens"] == 0
 
 
 def bench(client: Any, folder: Path) -> Any:

@@ -194,8 +194,7 @@ def _refusal(address: str, response: HTTPResponse) -> Exception:
     try:
         message = _message(json.loads(data))
     except ValueError:
-        message = data.decode(errors="replace")
-    message = " ".join(message.split())[:_SHOWN] or response.reason
+        message = data.decode(errors="replace")[:_SHOWN] or response.reason
     if response.status == 401:
         return InputError(f"{address}: the server expects a token ({message}): give one with --token-file")
     kind = InputError if 400 <= response.status < 500 else OutsideError
@@ -204,9 +203,9 @@ def _refusal(address: str, response: HTTPResponse) -> Exception:
 
 def _message(answer: Any) -> str:
     """Return the message in an error of OpenAI's API, or all of it."""
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:_SHOWN]
+    for name in ("error", "message"):
+        answer = answer.get(name, answer) if isinstance(answer, dict) else answer
+    return " ".join(str(answer).split())[:_SHOWN]
 
 
 def _read_object(url: str, data: bytes) -> dict[str, Any]:

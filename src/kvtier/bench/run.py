@@ -17,10 +17,9 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from typing import Any
 
@@ -40,6 +39,12 @@ _USUAL_LENGTH = 2048
 _FIRST_FILLER = 1_000_000
 """Documents from this number on are fillers."""
 _COMPUTE = {"max_load_tokens": 0, "max_offload_tokens": 0}
+_COUNTED = {
+    "vllm:prompt_tokens_by_source_total": ("source", "source"),
+    "vllm:kvtier_misses_total": ("miss", "reason"),
+    "vllm:kvtier_tier_promoted_bytes_total": ("promoted", "tier"),
+}
+"""The metrics that are read, what they count, and the label that tells their values apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,234 +76,170 @@ class Bench:
     ) -> None:
         self._server, self._settings, self._tell, self._clock = server, settings, tell, clock
         self._deadline = clock() + _INSPECTION_TIMEOUT
+        self._threads = ThreadPoolExecutor(settings.concurrency, "kvtier-bench")
         self._salt = f"kvtier-bench-{uuid.uuid4().hex}"
-        self._fillers = 0
+        self._fillers = self._capacity = 0
+        self._longest = _USUAL_LENGTH
         self._tokens_per_word, self._tokens_around = 1.5, 0.0
-        self._max_length: int | None = None
-        self._capacity = 0
-        self.result = BenchResult(server.url, "", {})
-
-    # -- without load ------------------------------------------------------------------------------
+        self.result = BenchResult(server.url, "", asdict(settings))
 
     def inspect(self) -> str:
         """Ask what the server has, without load, and return a sentence that says what a run will send."""
-        settings = self._settings
+        settings, url = self._settings, self._server.url
         models = self._server.models(self._deadline)
         name = settings.model or next(iter(models), None)
         if name is None or name not in models:
-            raise InputError(f"{self._server.url}: expected a model of {', '.join(models)}, got {name!r}")
-        self._max_length = models[name]
-        longest = settings.tokens + settings.answer_tokens
-        if not settings.prompts and self._max_length is not None and longest > self._max_length:
+            raise InputError(f"{url}: expected a model of {', '.join(models)}, got {name!r}")
+        self._longest = models[name] or _USUAL_LENGTH
+        length = settings.tokens + settings.answer_tokens
+        if not settings.prompts and length > self._longest:
             raise InputError(
-                f"--tokens and --answer-tokens: expected at most {self._max_length:,} together, the length "
-                f"of {name}, got {longest:,}"
+                f"--tokens and --answer-tokens: expected at most {self._longest:,} together, the length of "
+                f"{name}, got {length:,}"
             )
-        text = self._metrics_text()
-        if text is not None and not any(read_samples(text, ("vllm:kvtier_", "kvtier_"))):
+        text = self._metrics()
+        if not any(read_samples(text, ("vllm:kvtier_",))):
             raise InputError(
-                f"{self._server.url}: the server shows no metrics of kvtier; start it with KVTierConnector "
-                "in --kv-transfer-config"
+                f"{url}: the server shows no metrics of kvtier; start it with KVTierConnector in "
+                "--kv-transfer-config"
             )
-        self._capacity = (
-            settings.filler_tokens if settings.filler_tokens is not None else _capacity(text or "")
-        )
+        self._capacity = _capacity(text) if settings.filler_tokens is None else settings.filler_tokens
+        count = min(len(settings.prompts) or settings.pairs, settings.pairs)
         self.result.model = name
-        self.result.settings = {
-            "pairs": settings.pairs,
-            "prompts": len(settings.prompts) or settings.pairs,
-            "tokens": None if settings.prompts else settings.tokens,
-            "answer_tokens": settings.answer_tokens,
-            "concurrency": settings.concurrency,
-            "max_seconds": settings.max_seconds,
-            "filler_tokens": self._capacity,
-            "chat": settings.chat,
-        }
-        return self._describe_load()
-
-    def _describe_load(self) -> str:
-        settings, count = self._settings, self._num_prompts
-        passes = math.ceil(settings.pairs / count)
-        length = "" if settings.prompts else f" of {settings.tokens:,} tokens"
-        filler = (
-            f" and up to {self._capacity * passes:,} tokens that fill its cache" if self._capacity else ""
-        )
+        self.result.settings |= {"model": name, "prompts": count, "filler_tokens": self._capacity}
+        self.result.settings |= {"tokens": None} if settings.prompts else {}
+        fillers = self._capacity * math.ceil(settings.pairs / count)
         return (
-            f"kvtier bench sends load to {self._server.url}: {count + 2 * settings.pairs} requests over "
-            f"{count} prompt(s){length}{filler}, {settings.concurrency} at a time, for at most "
-            f"{settings.max_seconds:g} s. It slows other clients down and empties the server's prefix cache."
+            f"kvtier bench sends load to {url}: {count + 2 * settings.pairs} requests over {count} prompt(s)"
+            f"{'' if settings.prompts else f' of {settings.tokens:,} tokens'} and up to {fillers:,} tokens "
+            f"that fill its cache, {settings.concurrency} at a time, for at most {settings.max_seconds:g} s."
+            " It slows other clients down and empties the server's prefix cache."
         )
-
-    @property
-    def _num_prompts(self) -> int:
-        return min(len(self._settings.prompts) or self._settings.pairs, self._settings.pairs)
-
-    # -- with load ---------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Measure all pairs. If the time is over, the result says so. Other errors are raised."""
-        self._deadline = self._clock() + self._settings.max_seconds
-        with self._sending() as threads:
-            try:
-                self._probe()
-                prompts = self._prompts()
-                self._warm_up(prompts)
-                for start in range(0, self._settings.pairs, len(prompts)):
-                    self._empty_cache()
-                    self._measure(threads, prompts[: self._settings.pairs - start])
-            except TimeOver:
-                self.result.ended_early = f"The time of {self._settings.max_seconds:g} s was over"
+        pairs, self._deadline = self._settings.pairs, self._clock() + self._settings.max_seconds
+        try:
+            self._probe()
+            prompts = list(self._settings.prompts[:pairs]) or [
+                self._make_document(number, self._settings.tokens) for number in range(pairs)
+            ]
+            self._tell(f"storing {len(prompts)} prompt(s)")
+            for number, prompt in enumerate(prompts, 1):
+                try:
+                    self._complete(prompt)
+                except InputError as error:
+                    raise InputError(f"prompt {number}: {error}") from None
+            for start in range(0, pairs, len(prompts)):
+                self._empty_cache()
+                self._measure(prompts[: pairs - start])
+        except TimeOver:
+            self.result.ended_early = f"The time of {self._settings.max_seconds:g} s was over"
+        finally:
+            self._server.abort()  # else the threads wait for answers that nobody reads
+            self._threads.shutdown()
 
-    @contextmanager
-    def _sending(self) -> Iterator[ThreadPoolExecutor]:
-        with ThreadPoolExecutor(self._settings.concurrency, "kvtier-bench") as threads:
-            try:
-                yield threads
-            except BaseException:
-                self._server.abort()  # else the threads wait for their answers
-                raise
+    # -- whole answers -----------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """Send two short prompts: does kvtier answer, and how many tokens do words make?"""
-        most = min(_PROBE_WORDS, (self._max_length or _USUAL_LENGTH) // 4)
-        few, many = (self._probe_tokens(words) for words in (most // 2, most))
+        """Send two short prompts to learn how many tokens words make."""
+        most = min(_PROBE_WORDS, self._longest // 4)
+        few, many = (
+            self._complete(make_document(_FIRST_FILLER - 1, words), self._salt)
+            for words in (most // 2, most)
+        )
         self._tokens_per_word = max((many - few) / (most - most // 2), 0.1)
         self._tokens_around = max(many - most * self._tokens_per_word, 0.0)
-
-    def _probe_tokens(self, words: int) -> int:
-        answer = self._complete(make_document(_FIRST_FILLER - 1, words), {"cache_salt": self._salt})
-        if not (answer.get("kv_transfer_params") or {}).get("kvtier"):
-            raise InputError(
-                f"{self._server.url}: the server's answers have nothing of kvtier; start it with "
-                "KVTierConnector in --kv-transfer-config"
-            )
-        return _prompt_tokens(answer)
 
     def _make_document(self, number: int, tokens: float) -> str:
         """Return a document of about so many tokens, those of a chat's template included."""
         return make_document(number, max(int((tokens - self._tokens_around) / self._tokens_per_word), 2))
-
-    def _prompts(self) -> list[Prompt]:
-        if self._settings.prompts:
-            return list(self._settings.prompts[: self._settings.pairs])
-        return [self._make_document(number, self._settings.tokens) for number in range(self._settings.pairs)]
-
-    def _warm_up(self, prompts: Sequence[Prompt]) -> None:
-        """Send each prompt once, for kvtier to store it."""
-        self._tell(f"storing {len(prompts)} prompt(s)")
-        for number, prompt in enumerate(prompts, 1):
-            try:
-                self._complete(prompt)
-            except InputError as error:
-                raise InputError(f"prompt {number}: {error}") from None
 
     def _empty_cache(self) -> None:
         """Make the server's own cache forget everything that was sent so far."""
         if self._server.reset_prefix_cache(self._deadline):
             self._tell("the server has reset its own prefix cache")
             return
-        if not self._capacity:
-            self._tell(
-                "the size of the server's own cache is not known, so it is not filled (--filler-tokens)"
-            )
-            return
         self._tell(f"filling the server's own cache with {self._capacity:,} other tokens")
-        longest = min(self._capacity, (self._max_length or _USUAL_LENGTH) - 1)
         sent = 0
         while sent < self._capacity:
-            # Some texts take more tokens than the probe: leave a margin.
-            tokens = min(longest, self._capacity - sent) * 0.9
-            filler = self._make_document(_FIRST_FILLER + self._fillers, tokens)
             self._fillers += 1
-            more = {"cache_salt": f"{self._salt}-{self._fillers}", "kv_transfer_params": _COMPUTE}
-            sent += max(_prompt_tokens(self._complete(filler, more)), 1)
+            # Some texts take more tokens than the probe: leave a margin.
+            tokens = min(self._longest - 1, self._capacity - sent) * 0.9
+            filler = self._make_document(_FIRST_FILLER + self._fillers, tokens)
+            sent += max(self._complete(filler, f"{self._salt}-{self._fillers}"), 1)
 
-    def _complete(self, prompt: Prompt, more: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a prompt for one token, and return the whole answer."""
-        path, body = self._request(prompt, 1)
-        body |= {"kv_transfer_params": {"kvtier": {"explain": True}}} | (more or {})
-        return self._server.complete(path, body, self._deadline)
+    def _complete(self, prompt: Prompt, salt: str | None = None) -> int:
+        """Send a prompt for one token, and return its length. With a salt, kvtier leaves it alone."""
+        path, body = self._request(prompt, 1, salt)
+        answer = self._server.complete(path, body, self._deadline)
+        try:
+            return int(answer["usage"]["prompt_tokens"])
+        except (KeyError, TypeError, ValueError):
+            raise OutsideError(f"{self._server.url}: expected usage.prompt_tokens in the answer") from None
 
-    def _request(self, prompt: Prompt, tokens: int) -> tuple[str, dict[str, Any]]:
+    def _request(self, prompt: Prompt, tokens: int, salt: str | None) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of a request for exactly so many tokens."""
-        body: dict[str, Any] = {
-            "model": self.result.model,
-            "max_tokens": tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }
+        body: dict[str, Any] = {"model": self.result.model, "max_tokens": tokens}
+        body |= {"temperature": 0.0, "ignore_eos": True}
+        body |= {} if salt is None else {"cache_salt": salt, "kv_transfer_params": _COMPUTE}
         if isinstance(prompt, str) and not self._settings.chat:
             return "/v1/completions", body | {"prompt": prompt}
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         return "/v1/chat/completions", body | {"messages": messages}
 
-    def _measure(self, threads: ThreadPoolExecutor, prompts: Sequence[Prompt]) -> None:
+    # -- pairs -------------------------------------------------------------------------------------
+
+    def _measure(self, prompts: Sequence[Prompt]) -> None:
         """Send pairs, as many at a time as the settings say. A round that is not complete does not count."""
         size, result = self._settings.concurrency, self.result
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
-            sides = {"loading": Side(), "without": Side()}
-            order = list(sides) if result.pairs // size % 2 else list(reversed(sides))
-            for kind in order:
-                self._send_round(threads, batch, kind, sides[kind])
-            for kind, measured in sides.items():
-                _add(getattr(result, kind), measured)
-            times = ", ".join(
-                f"{sides[kind].first_ms(50):,.0f} ms {words}"
-                for kind, words in (("without", "without loading"), ("loading", "with it"))
+            if result.pairs // size % 2:
+                loading = self._send_round(batch, None)
+                without = self._send_round(batch, self._salt)
+            else:
+                without = self._send_round(batch, self._salt)
+                loading = self._send_round(batch, None)
+            result.loading.add(loading)
+            result.without.add(without)
+            self._tell(
+                f"pair {result.pairs} of {self._settings.pairs}: first token {without.first_ms(50):,.0f} ms "
+                f"without loading, {loading.first_ms(50):,.0f} ms with it"
             )
-            self._tell(f"pair {result.pairs} of {self._settings.pairs}: first token {times}")
 
-    def _send_round(
-        self, threads: ThreadPoolExecutor, batch: Sequence[Prompt], kind: str, side: Side
-    ) -> None:
-        """Send one request of a kind for each prompt, together, and add what was measured to `side`."""
-        more = {} if kind == "loading" else {"cache_salt": self._salt, "kv_transfer_params": _COMPUTE}
-        before = self._counts()
-        start = self._clock()
-        futures = []
-        for prompt in batch:
-            path, body = self._request(prompt, self._settings.answer_tokens)
-            futures.append(threads.submit(self._server.stream, path, body | more, self._deadline))
+    def _send_round(self, batch: Sequence[Prompt], salt: str | None) -> Side:
+        """Send a request for each prompt, together, and return what was measured."""
+        side, before, start = Side(), self._counts(), self._clock()
+        requests = [self._request(prompt, self._settings.answer_tokens, salt) for prompt in batch]
+        futures = [self._threads.submit(self._server.stream, *one, self._deadline) for one in requests]
         side.answers = [future.result() for future in futures]
         side.seconds = self._clock() - start
-        if before is None:
-            return
-        expected, patience = side.prompt_tokens, time.monotonic() + _METRICS_LAG
-        while (after := self._counts()) is not None:
-            change = after - before  # counts that did not grow are left out
-            counted = sum(change["source", source] for source in SOURCES)
-            if counted >= expected or time.monotonic() > patience:
-                side.sources = Counter({source: change["source", source] for source in SOURCES})
-                side.misses = Counter({name: n for (what, name), n in change.items() if what == "miss"})
-                side.promoted = Counter(
-                    {name: n for (what, name), n in change.items() if what == "promoted"}
-                )
-                self.result.foreign_tokens += max(counted - expected, 0)
-                return
+        patience = time.monotonic() + _METRICS_LAG
+        while True:
+            change = self._counts() - before  # without what has not grown
+            foreign = sum(change["source", source] for source in SOURCES) - side.prompt_tokens
+            if foreign >= 0 or time.monotonic() > patience:
+                break
             time.sleep(0.02)
+        for (what, name), number in change.items():
+            {"source": side.sources, "miss": side.misses, "promoted": side.promoted}[what][name] = number
+        self.result.foreign_tokens += max(foreign, 0)
+        return side
 
-    # -- metrics -----------------------------------------------------------------------------------
-
-    def _metrics_text(self) -> str | None:
+    def _metrics(self) -> str:
         try:
             return fetch(f"{self._server.url}/metrics", _METRICS_TIMEOUT)
-        except (OSError, HTTPException, ValueError):
-            return None
+        except (OSError, HTTPException, ValueError) as error:
+            raise OutsideError(f"{self._server.url}/metrics: expected vLLM's metrics: {error}") from None
 
-    def _counts(self) -> Counter[tuple[str, str]] | None:
-        """Return the server's totals, over all its engines; `None` if it shows none."""
-        text = self._metrics_text()
-        if text is None:
-            return None
+    def _counts(self) -> Counter[tuple[str, str]]:
+        """Return the server's totals, over all its engines."""
         counts: Counter[tuple[str, str]] = Counter()
-        for name, labels, value in read_samples(text, ("vllm:",)):
-            if name == "vllm:prompt_tokens_by_source_total":
-                counts["source", labels.get("source", "")] += int(value)
-            elif name == "vllm:kvtier_misses_total":
-                counts["miss", labels.get("reason", "")] += int(value)
-            elif name == "vllm:kvtier_tier_promoted_bytes_total":
-                counts["promoted", labels.get("tier", "")] += int(value)
+        for name, labels, value in read_samples(self._metrics(), tuple(_COUNTED)):
+            if name in _COUNTED:
+                what, label = _COUNTED[name]
+                counts[what, labels.get(label, "")] += int(value)
         return counts
 
 
@@ -310,18 +251,3 @@ def _capacity(text: str) -> int:
         tokens, blocks, block_size = (int(size) if size.isdecimal() else 0 for size in sizes)
         total += max(tokens, blocks * block_size)
     return total
-
-
-def _prompt_tokens(answer: dict[str, Any]) -> int:
-    try:
-        return int(answer["usage"]["prompt_tokens"])
-    except (KeyError, TypeError, ValueError):
-        raise OutsideError("expected usage.prompt_tokens in the server's answer, got none") from None
-
-
-def _add(total: Side, measured: Side) -> None:
-    total.answers += measured.answers
-    total.seconds += measured.seconds
-    total.sources += measured.sources
-    total.misses += measured.misses
-    total.promoted += measured.promoted

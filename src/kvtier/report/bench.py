@@ -30,7 +30,6 @@ def render_bench(result: BenchResult, *, command: Sequence[str] = ()) -> str:
         "</section>",
         make_section("Both sides", make_table(head, rows) + _paragraphs(result.remarks())),
         make_section("How this was measured", _method(result, command)),
-        f"<details><summary>Every pair</summary>{_pairs_table(result)}</details>",
     ]
     return make_page(escape(f"kvtier bench: {result.verdict()}; {result.model}"), body)
 
@@ -45,16 +44,13 @@ def _headline(result: BenchResult) -> str:
     same = result.pairs - len(result.different)
     good = result.pairs and not result.different
     badge = f"{'✓' if good else '✗'} {same} of {result.pairs} pairs of answers are the same"
-    loaded, total = result.loading.sources["external_kv_transfer"], sum(result.loading.sources.values())
-    share = (
-        f"{loaded / total:.0%} of the prompt tokens" if total else "An unknown share of the prompt tokens"
-    )
+    loaded = result.loading.sources["external_kv_transfer"] / max(sum(result.loading.sources.values()), 1)
     return f"""<header>
 <p class="brand">kvtier bench</p>
 <h1>{escape(result.verdict())} <span class="model">{escape(result.model)} at {escape(result.url)}</span></h1>
 <p class="badge {"good" if good else "bad"}">{badge}</p>
-<p class="lead">{result.pairs} pairs of requests went to a running server. {share} came from kvtier where a
-request was allowed to load; where it was not, the server computed them.</p>
+<p class="lead">{result.pairs} pairs of requests went to a running server. {loaded:.0%} of the prompt tokens
+came from kvtier where a request was allowed to load; where it was not, the server computed them.</p>
 <div class="tiles">{"".join(make_tile(*values) for values in tiles)}</div>
 </header>"""
 
@@ -62,10 +58,9 @@ request was allowed to load; where it was not, the server computed them.</p>
 def _figures(result: BenchResult) -> Iterator[Figure]:
     caption = "One pair of dots for each pair of requests, in the order of sending."
     yield Figure("First token of each pair", caption, SIDES, _first_tokens(result))
-    if result.loading.sources and result.without.sources:
-        legend = tuple((css, SOURCES[source]) for source, css in _COLOURS.items())
-        caption = "Counted by the server's metrics, summed up over all pairs."
-        yield Figure("Where prompt tokens came from", caption, legend, _sources(result))
+    legend = tuple((css, SOURCES[source]) for source, css in _COLOURS.items())
+    caption = "Counted by the server's metrics, summed up over all pairs."
+    yield Figure("Where prompt tokens came from", caption, legend, _sources(result))
 
 
 def _first_tokens(result: BenchResult) -> str:
@@ -124,22 +119,6 @@ has another cache salt, so that the server computes it as it would without kvtie
 first changes from pair to pair. Answers are greedy and streamed; times are those of the client.</p>
 {repeat}
 {make_table(("setting", "value"), settings, css="words")}"""
-
-
-def _pairs_table(result: BenchResult) -> str:
-    both = zip(result.without.answers, result.loading.answers, strict=True)
-    rows = [
-        (
-            f"{number}",
-            f"{one.prompt_tokens:,}",
-            format_ms(one.first * 1000),
-            format_ms(other.first * 1000),
-            "the same" if one.text == other.text else "differs",
-        )
-        for number, (one, other) in enumerate(both, 1)
-    ]
-    head = ("pair", "prompt tokens", "first token without", "first token with", "answer")
-    return make_table(head, rows, css="wide")
 
 
 def _paragraphs(sentences: Iterator[str]) -> str:
