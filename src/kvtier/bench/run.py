@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from typing import Any
@@ -31,6 +31,7 @@ from kvtier.errors import InputError, OutsideError
 
 _INSPECTION_TIMEOUT = 10.0
 _METRICS_TIMEOUT = 5.0
+_SLICE = 0.5
 _METRICS_LAG = 1.0
 """Seconds for which the metrics may lag behind an answer."""
 _PROBE_WORDS = 200
@@ -213,6 +214,9 @@ class Bench:
         side, before, start = Side(), self._counts(), self._clock()
         requests = [self._request(prompt, self._settings.answer_tokens, salt) for prompt in batch]
         futures = [self._threads.submit(self._server.stream, *one, self._deadline) for one in requests]
+        # In slices: a Ctrl-C that the system hands to another thread does not end a wait of this one.
+        while wait(futures, timeout=_SLICE).not_done:
+            pass
         side.answers = [future.result() for future in futures]
         side.seconds = self._clock() - start
         patience = time.monotonic() + _METRICS_LAG
