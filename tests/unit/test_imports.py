@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 Below are those that may import anything.
 """
-ON_TOP = {"__main__", "cli", "demo", "report", "simulate", "testing"}
+ON_TOP = {"__main__", "bench", "cli", "demo", "report", "simulate", "testing"}
 
 NEED_TORCH = (
     "kvtier.engine",

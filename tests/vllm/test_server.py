@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -152,8 +154,13 @@ def metrics_of(client: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(450)
-def test_conversations_survive_a_killed_server(llama: Path, reference: Reference, tmp_path: Path) -> None:
-    """The next server has them from disk."""
+def test_conversations_survive_a_killed_server(
+    llama: Path,
+    reference: Reference,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The next server has them from disk, and `kvtier bench` finds that it loads."""
     with ThreadPoolExecutor(CHATS) as pool:
         with serving(llama, tmp_path) as client:
             before = list(pool.map(lambda seed: chat(client, seed), range(CHATS)))
@@ -167,6 +174,7 @@ def test_conversations_survive_a_killed_server(llama: Path, reference: Reference
         with serving(llama, tmp_path) as client:
             from_disk = [explain(client, said[:-ANSWER]) for said in before]
             after = list(pool.map(lambda seed: chat(client, seed), range(CHATS)))
+            measured = bench(client, tmp_path_factory.mktemp("bench"))
     assert before == again == after
     last_turns = [said[:-ANSWER] for said in before]
     assert [said[-ANSWER:] for said in before] == reference(llama, last_turns, ANSWER)
@@ -177,6 +185,22 @@ def test_conversations_survive_a_killed_server(llama: Path, reference: Reference
     loads = re.search(r"vllm:kvtier_loads_total\{.*\} ([\d.]+)", metrics)
     assert loads is not None
     assert float(loads[1]) > 0
+    assert measured["pairs"] == measured["same_answers"] == 4
+    assert measured["without"]["sources"] == {"local_compute": 4 * 182}
+    assert measured["loading"]["sources"] == {
+        "external_kv_transfer": 4 * 160,
+        "local_compute": 4 * 22,
+    }
+    assert measured["foreign_tokens"] == 0
+
+
+def bench(client: Any, folder: Path) -> Any:
+    """Measure the server with `kvtier bench`, over four prompts of 182 tokens and fillers for its cache."""
+    prompts = [" ".join(str(token % 500) for token in make_prompt(700 + seed, 182)) for seed in range(4)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    command = [sys.executable, "-m", "kvtier", "bench", str(client.base_url), "--yes", "--json"]
+    command += ["--pairs", "4", "--answer-tokens", "4", "--prompts", str(folder / "prompts.jsonl")]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def check_explanations(client: Any, prompts: list[Prompt]) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier import __version__
+from kvtier.cli.bench import bench_command
 from kvtier.cli.config import config_app
 from kvtier.cli.demo import demo_command
 from kvtier.cli.disk import disk_app
@@ -21,6 +22,7 @@ from kvtier.cli.tiers import tiers_app
 from kvtier.cli.top import top_command
 
 app = typer.Typer(name="kvtier", add_completion=False, help="Keeps the KV cache that a GPU forgets.")
+app.command("bench")(bench_command)
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)
 app.command("simulate")(simulate_command)

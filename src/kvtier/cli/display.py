@@ -139,9 +139,15 @@ def _fits(console: Console, table: Table) -> bool:
     return console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width
 
 
-def _list(rows: Iterable[Row]) -> Text:
+def print_rows(console: Console, names: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print a table of two runs of these names, or lines if it is too wide for the terminal."""
+    table = _make_table(("", *names, ""), rows)
+    console.print(table if _fits(console, table) else _list(names, rows))
+
+
+def _list(names: Sequence[str], rows: Iterable[Row]) -> Text:
     """Write each row of the result in two lines."""
-    text = Text(f"\n{' → '.join(OWN_RUNS.values())}\n", style="bold")
+    text = Text(f"\n{' → '.join(names)}\n", style="bold")
     for row in rows:
         values = f"{row.off} → {row.on}" if row.off else row.on
         text.append(f"{row.label}\n", style="not bold")
@@ -152,9 +158,7 @@ def _list(rows: Iterable[Row]) -> Text:
 def print_result(console: Console, result: DemoResult) -> None:
     """Print which model ran, the runs side by side, and the verdict."""
     console.print(Text(f"model: {describe_model(result)}"))
-    rows = list(summarize(result))
-    table = _make_table(("", *OWN_RUNS.values(), ""), rows)
-    console.print(table if _fits(console, table) else _list(rows))
+    print_rows(console, list(OWN_RUNS.values()), list(summarize(result)))
     if result.restart is not None:
         _print_restart(console, result.restart)
     if result.difference is None:

@@ -1,4 +1,4 @@
-"""kvtier's metrics of a server: its `/metrics` fetched over HTTP within limits, and read.
+"""The metrics of a server: its `/metrics` fetched over HTTP within limits, and kvtier's of them read.
 
 A server shows one engine or several (vLLM with data parallelism labels them), under the names `kvtier_…` or,
 inside vLLM, `vllm:kvtier_…`. Lines that are not kvtier's, or not in Prometheus' text format, are skipped.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from urllib.parse import urlsplit
@@ -63,7 +63,7 @@ def read_url(text: str) -> str:
 def scrape(url: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> Scrape:
     """Fetch and read a server's metrics. If it does not answer in time, the result says so."""
     try:
-        text = _fetch(url, timeout, clock)
+        text = fetch(url, timeout, clock)
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         return Scrape({}, " ".join(f"unreachable: {reason}".split()))
@@ -71,7 +71,8 @@ def scrape(url: str, timeout: float, clock: Callable[[], float] = time.monotonic
     return Scrape(engines, None if engines else "reachable, but shows no metrics of kvtier")
 
 
-def _fetch(url: str, timeout: float, clock: Callable[[], float]) -> str:
+def fetch(url: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> str:
+    """Return the text of a server's metrics; raise `OSError`, `HTTPException` or `ValueError`."""
     deadline = clock() + timeout
     parts, size = [], 0
     with urllib.request.urlopen(url, timeout=timeout) as response:
@@ -85,19 +86,24 @@ def _fetch(url: str, timeout: float, clock: Callable[[], float]) -> str:
     return b"".join(parts).decode(errors="replace")
 
 
-def parse(text: str) -> dict[str, EngineSample]:
-    """Read the engines in a text of Prometheus' format."""
-    engines: dict[str, EngineSample] = {}
+def read_samples(text: str, prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of each metric in a text of Prometheus' format whose name begins so."""
     for line in text.split("\n"):
-        if not line.startswith(_PREFIXES) or (match := _LINE.fullmatch(line.rstrip())) is None:
+        if not line.startswith(prefixes) or (match := _LINE.fullmatch(line.rstrip())) is None:
             continue
         name, labelled, number = match.groups()
-        name = name.removeprefix("vllm:").removeprefix("kvtier_")
         try:
             value = float(number)
         except ValueError:
             continue
-        labels = {key: _unescape(text) for key, text in _ONE_LABEL.findall(labelled or "")}
+        yield name, {key: _unescape(text) for key, text in _ONE_LABEL.findall(labelled or "")}, value
+
+
+def parse(text: str) -> dict[str, EngineSample]:
+    """Read the engines in a text of Prometheus' format."""
+    engines: dict[str, EngineSample] = {}
+    for full_name, labels, value in read_samples(text, _PREFIXES):
+        name = full_name.removeprefix("vllm:").removeprefix("kvtier_")
         if name.startswith("index_") or name.endswith("_created") or "le" in labels:
             continue  # of an index; when a counter was made; a bucket
         engine = engines.setdefault(labels.get("engine", ""), EngineSample())

@@ -50,8 +50,10 @@ class TierFigures:
     name: str
     used: float | None
     """The share of its capacity."""
+    promoted_bytes: float
+    """Bytes that came from the tier."""
+    demoted_bytes: float
     promoted_per_second: float | None
-    """Bytes a second that came from the tier."""
     demoted_per_second: float | None
     read_bandwidth: float | None
     """Bytes a second while it was reading."""
@@ -101,10 +103,12 @@ class Watch:
         self._before: dict[str, tuple[float, EngineSample]] = {}
         self.engines: list[EngineFigures] = []
         self.problems: list[Problem] = []
+        self.has_rates = False
 
     def take(self, scrapes: Sequence[Scrape]) -> None:
         """Take in one scrape of each server, in their order."""
         now = self._clock()
+        self.has_rates = bool(self._before)
         self.engines, self.problems = [], []
         for url, scraped in zip(self._urls, scrapes, strict=True):
             name = url.partition("://")[2].removesuffix("/metrics")
@@ -187,6 +191,8 @@ def _tier_figures(
     return TierFigures(
         name=name,
         used=change.share("used_bytes", "capacity_bytes"),
+        promoted_bytes=change.total("promoted_bytes_total"),
+        demoted_bytes=change.total("demoted_bytes_total"),
         promoted_per_second=change.rate("promoted_bytes_total"),
         demoted_per_second=change.rate("demoted_bytes_total"),
         read_bandwidth=change.quotient("promoted_bytes_total", "promote_seconds_sum"),
@@ -212,13 +218,16 @@ def _sort_value(engine: EngineFigures, by: str) -> tuple[float, str]:
 
 
 def render(watch: Watch, width: int, sort: str = "engine", status: str = "") -> RenderableType:
-    """Return everything that is known, for a terminal of `width` columns."""
+    """Return everything that is known, for a terminal of `width` columns.
+
+    After a single scrape there are no rates, and totals take their place.
+    """
     engines = sorted(watch.engines, key=lambda engine: _sort_value(engine, sort))
     parts: list[RenderableType] = []
     if engines:
-        parts.append(_engines_table(engines, wide=width >= _WIDE, sort=sort))
+        parts.append(_engines_table(engines, watch.has_rates, wide=width >= _WIDE, sort=sort))
     if any(engine.tiers for engine in engines):
-        parts.append(_tiers_table(engines))
+        parts.append(_tiers_table(engines, watch.has_rates))
     for engine in engines:
         if engine.misses:
             few = list(engine.misses.items())[:_REASONS]
@@ -232,7 +241,9 @@ def render(watch: Watch, width: int, sort: str = "engine", status: str = "") -> 
 
 
 def _table(name: str, columns: Sequence[str], sort: str = "") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, expand=True)
+    table = Table(
+        box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), expand=True
+    )
     table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1, min_width=8)
     for column in columns:
         mark = "▾" if column == sort else ""
@@ -240,15 +251,16 @@ def _table(name: str, columns: Sequence[str], sort: str = "") -> Table:
     return table
 
 
-def _engines_table(engines: Sequence[EngineFigures], wide: bool, sort: str) -> Table:
-    columns = ["loaded/s", "computed/s", "hit", "pool", "GB/s", "load ms", "saved"]
-    table = _table(
-        "engine", [*columns, *(["loaded", "computed", "of pool", "failed"] if wide else [])], sort
-    )
+def _engines_table(engines: Sequence[EngineFigures], has_rates: bool, wide: bool, sort: str) -> Table:
+    rates, totals = ["loaded/s", "computed/s"] if has_rates else [], ["loaded", "computed"]
+    columns = [*(rates or totals), "hit", "pool", "GB/s", "load ms", "saved"]
+    columns += [*(totals if rates else ()), "of pool", "failed"] if wide else []
+    table = _table("engine", columns, sort)
     for engine in engines:
+        total_cells = [_count(engine.loaded_tokens), _count(engine.computed_tokens)]
+        rate_cells = [_count(engine.loaded_per_second), _count(engine.computed_per_second)]
         cells = [
-            _count(engine.loaded_per_second),
-            _count(engine.computed_per_second),
+            *(rate_cells if has_rates else total_cells),
             _share(engine.hit_rate),
             _share(engine.used),
             _scaled(engine.bandwidth, 1e-9),
@@ -256,23 +268,24 @@ def _engines_table(engines: Sequence[EngineFigures], wide: bool, sort: str) -> T
             _duration(engine.saved_seconds),
         ]
         if wide:
-            cells += [_count(engine.loaded_tokens), _count(engine.computed_tokens)]
+            cells += total_cells if has_rates else []
             cells += ["–" if engine.capacity is None else format_size(int(engine.capacity))]
             cells += [_count(engine.loads_failed)]
         table.add_row(Text(engine.name), *map(Text, cells))
     return table
 
 
-def _tiers_table(engines: Sequence[EngineFigures]) -> Table:
-    table = _table("engine", ["tier", "used", "in MB/s", "out MB/s", "GB/s", "read ms", "failed", "state"])
+def _tiers_table(engines: Sequence[EngineFigures], has_rates: bool) -> Table:
+    moved = ["in MB/s", "out MB/s"] if has_rates else ["in MB", "out MB"]
+    table = _table("engine", ["tier", "used", *moved, "GB/s", "read ms", "failed", "state"])
     for engine in engines:
         for tier in engine.tiers:
             state = Text("suspended", style="bold red") if tier.suspended else Text("ok", style="green")
             cells = [
                 tier.name,
                 _share(tier.used),
-                _scaled(tier.demoted_per_second, 1e-6),
-                _scaled(tier.promoted_per_second, 1e-6),
+                _scaled(tier.demoted_per_second if has_rates else tier.demoted_bytes, 1e-6),
+                _scaled(tier.promoted_per_second if has_rates else tier.promoted_bytes, 1e-6),
                 _scaled(tier.read_bandwidth, 1e-9),
                 _scaled(tier.read_seconds, 1e3),
                 _count(tier.failures),

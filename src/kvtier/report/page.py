@@ -52,7 +52,7 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
     body = [
         _headline(result),
         '<section class="plots">',
-        *(frame_figure(figure) for figure in figures(result)),
+        *(make_figure(figure) for figure in figures(result)),
         "</section>",
         *_restart(result),
         make_section("Both runs side by side", _summary_table(result)),
@@ -60,13 +60,13 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
         make_section("How this was measured", _method(result, command)),
         f"<details><summary>Every request</summary>{_request_table(result)}</details>",
     ]
-    return compose_page(f"kvtier demo: {_verdict(result)}; {describe_model(result)}", body)
+    title = escape(f"kvtier demo: {_verdict(result)}; {describe_model(result)}")
+    return make_page(title, body)
 
 
-def compose_page(title: str, body: Iterable[str]) -> str:
-    """Return a page of these parts, which are markup."""
-    content = "\n".join(body)
-    return _PAGE.format(title=escape(title), style=STYLE, body=content, version=escape(__version__))
+def make_page(title: str, body: Iterable[str]) -> str:
+    """Return a whole page of a title and parts, all of them markup."""
+    return _PAGE.format(title=title, style=STYLE, body="\n".join(body), version=escape(__version__))
 
 
 def _headline(result: DemoResult) -> str:
@@ -86,7 +86,7 @@ def _headline(result: DemoResult) -> str:
 <p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too
 small for them: {loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.
 {_restarted(result)}{_caution(result)}</p>
-<div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>
+<div class="tiles">{"".join(make_tile(*tile) for tile in tiles)}</div>
 </header>"""
 
 
@@ -125,13 +125,14 @@ def _badge(result: DemoResult) -> str:
     return f'<p class="badge bad">✗ tokens differ: {escape(str(result.difference))}</p>'
 
 
-def _tile(label: str, off: str, on: str) -> str:
+def make_tile(label: str, off: str, on: str) -> str:
+    """Return a box with a figure without and with kvtier."""
     values = f'<span class="was">{off}</span> → <strong>{on}</strong>'
     return f'<div class="tile"><p>{escape(label)}</p><p class="value">{values}</p></div>'
 
 
-def frame_figure(figure: Figure) -> str:
-    """Return a figure with its title, caption and legend."""
+def make_figure(figure: Figure) -> str:
+    """Return a plot with its title, caption and legend."""
     legend = "".join(
         f'<span><i class="swatch {css}"></i>{escape(words)}</span>' for css, words in figure.legend
     )
@@ -143,12 +144,12 @@ def frame_figure(figure: Figure) -> str:
 
 
 def make_section(title: str, content: str) -> str:
-    """Return a section with a heading; the content is markup."""
+    """Return markup under a title."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
 def _summary_table(result: DemoResult) -> str:
-    rows = [(_indented(row.label), row.off, row.on, row.change) for row in summarize(result)]
+    rows = [(indent(row.label), row.off, row.on, row.change) for row in summarize(result)]
     return make_table(("", "without kvtier", "with kvtier", ""), rows)
 
 
@@ -156,17 +157,18 @@ def _restart(result: DemoResult) -> Iterator[str]:
     """Yield the section on the run over a disk, or the reason why there was none."""
     restart, title = result.restart, "Killed, and started again over its disk"
     if restart is not None:
-        rows = [(_indented(label), *values) for label, *values in summarize_restart(restart)]
+        rows = [(indent(label), *values) for label, *values in summarize_restart(restart)]
         table = make_table(("", *RESTART_RUNS.values()), rows)
         caption = f"<figcaption><h2>{title}</h2><p>{escape(describe_restart(restart))}</p></figcaption>"
         counted = "".join(f'<p class="soft">{escape(line)}</p>' for line in describe_tiers(restart))
-        plot = frame_figure(restart_figure(restart))
+        plot = make_figure(restart_figure(restart))
         yield f'<section class="plots">{plot}<figure>{caption}{table}{counted}</figure></section>'
     elif result.restart_skipped is not None:
         yield make_section(title, f"<p>Not run: {escape(result.restart_skipped)}</p>")
 
 
-def _indented(label: str) -> str:
+def indent(label: str) -> str:
+    """Return a label as markup that is indented if the label begins with a space."""
     return _Html(f'<span class="sub">{escape(label.strip())}</span>') if label.startswith(" ") else label
 
 

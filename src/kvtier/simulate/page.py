@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from kvtier.config import format_size
 from kvtier.report.figures import Figure, spaced
-from kvtier.report.page import compose_page, frame_figure, make_section, make_table
+from kvtier.report.page import make_figure, make_page, make_section, make_table
 from kvtier.report.plots import Linear, Log, Plot, format_time
 from kvtier.simulate.sweep import CellResult
 from kvtier.simulate.trace import Trace
@@ -97,8 +97,8 @@ def render_page(
     room = format_size(best.cell.memory_bytes + best.cell.disk_bytes)
     notes = "".join(f"<p>{escape(note)}</p>" for note in (*trace.notes, *remarks_on(results)))
     repeat = f"<pre>{escape(shlex.join(command))}</pre>" if command else ""
-    return compose_page(
-        f"kvtier simulate: {trace.name}",
+    return make_page(
+        escape(f"kvtier simulate: {trace.name}"),
         [
             f"""<header><p class="brand">kvtier simulate</p>
 <h1>{best.hit_rate:.0%} of prompt tokens saved
@@ -106,7 +106,7 @@ def render_page(
 {best.hit_rate_infinite:.0%}</span></h1>
 <p class="lead">{escape(describe_trace(trace))}.</p></header>""",
             '<section class="plots">',
-            *(frame_figure(figure) for figure in _figures(results, here)),
+            *(make_figure(figure) for figure in _figures(results, here)),
             "</section>",
             make_section("All combinations", make_table(*table_of(results), css="wide")),
             make_section("How this was found", _METHOD + notes + repeat),
