@@ -12,7 +12,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,9 +21,11 @@ from typer import Option
 from kvtier.cli.display import ProgressDisplay, print_result
 from kvtier.cli.streams import interruptible
 from kvtier.config import KVTierConfig
+from kvtier.demo.model import cached_model
 from kvtier.demo.result import DemoResult
 from kvtier.demo.runs import run_demo
 from kvtier.demo.setup import DEMO_MODEL, QUICK_MODEL, DemoSettings, Workload
+from kvtier.demo.talk import Talk, open_talk
 from kvtier.errors import ConfigError, InputError, OutsideError
 from kvtier.report import render_report
 
@@ -61,13 +63,18 @@ _Model = Annotated[
         metavar="FOLDER",
         help=f"A folder with config.json and *.safetensors of a {_FAMILIES} model, "
         "as `hf download Qwen/Qwen3-0.6B --local-dir FOLDER` makes it.",
-        show_default="built-in, random weights",
+        show_default="SmolLM2-135M-Instruct",
     ),
 ]
+_Random = Annotated[bool, Option("--random", help="Random weights and tokens instead of words.")]
 _Device = Annotated[str, Option(help="cpu or cuda.")]
 _Dtype = Annotated[str, Option(help="Of weights and KV: float32, float16 or bfloat16.")]
 _Compute = Annotated[
-    str, Option(help="Of activations. With float64, rounding does not depend on the batch.")
+    str | None,
+    Option(
+        help="Of activations. With float64, rounding does not depend on the batch.",
+        show_default="float32 for words, float64 for random tokens",
+    ),
 ]
 _Capacity = Annotated[str, Option(metavar="SIZE", help="Host memory for KV.")]
 _Policy = Annotated[str, Option(help="Who leaves a full tier: lru, arc or package.module:Class.")]
@@ -76,9 +83,14 @@ _Block = Annotated[int, Option(metavar="N", help="Tokens of a block.")]
 _Blocks = Annotated[
     int | None, Option(metavar="N", help="Blocks of the engine's cache.", show_default="too few for all")
 ]
-_People = Annotated[int | None, Option(metavar="N", help="How many people talk.", show_default="10")]
-_Turns = Annotated[int | None, Option(metavar="N", help="How often each of them asks.", show_default="4")]
-_AtOnce = Annotated[int, Option(metavar="N", help="How many of them wait for an answer at once.")]
+_People = Annotated[int | None, Option(metavar="N", help="How many people talk.", show_default="4, or 10 at random")]
+_Turns = Annotated[int | None, Option(metavar="N", help="How often each of them asks.", show_default="3, or 4 at random")]
+_AtOnce = Annotated[
+    int | None,
+    Option(
+        metavar="N", help="How many of them wait for an answer at once.", show_default="1, or 2 at random"
+    ),
+]
 _Seed = Annotated[int, Option(help="Of the tokens, the order of asking and the built-in weights.")]
 _Json = Annotated[
     str | None, Option("--json", metavar="FILE|-", help="Also write the result as JSON; - is stdout.")
@@ -101,9 +113,10 @@ _Debug = Annotated[bool, Option("--debug", help="Show tracebacks of errors.")]
 def demo_command(
     context: typer.Context,
     model: _Model = None,
+    random: _Random = False,
     device: _Device = "cpu",
     dtype: _Dtype = "float32",
-    compute_dtype: _Compute = "float64",
+    compute_dtype: _Compute = None,
     cpu_capacity: _Capacity = "512MiB",
     policy: _Policy = "lru",
     chunk_blocks: _Chunk = 1,
@@ -111,7 +124,7 @@ def demo_command(
     gpu_blocks: _Blocks = None,
     conversations: _People = None,
     turns: _Turns = None,
-    concurrency: _AtOnce = 2,
+    concurrency: _AtOnce = None,
     seed: _Seed = 0,
     disk_folder: _DiskFolder = None,
     no_disk: _NoDisk = False,
@@ -125,41 +138,64 @@ def demo_command(
 
     Then an engine over a disk is killed and started again. Exits with 1 if any token differs.
     """
+    if model is not None and (random or quick):
+        raise InputError("--model: expected no --random and no --quick beside it, which have models of their own")
     try:
-        asked = {"conversations": conversations, "turns": turns}
-        shape = (_QUICK if quick else {}) | {
-            name: value for name, value in asked.items() if value is not None
-        }
+        kvtier = KVTierConfig.from_dict(
+            {"cpu": {"capacity": cpu_capacity, "policy": policy}, "blocks_per_chunk": chunk_blocks}
+        )
+        shape = {"conversations": conversations, "turns": turns, "seed": seed}
+        page = None if no_report else report
+        _expect_writable("--report", page)
+        _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
+        _prepare_engine(policy)
+        console = Console(stderr=json_file == "-", highlight=False)
+        source, workload = _choose_model(model, shape, console, random=random, quick=quick)
+        talks = isinstance(workload, Talk)
         settings = DemoSettings(
-            kvtier=KVTierConfig.from_dict(
-                {"cpu": {"capacity": cpu_capacity, "policy": policy}, "blocks_per_chunk": chunk_blocks}
-            ),
-            model=model or (QUICK_MODEL if quick else DEMO_MODEL),
-            workload=Workload(**shape, seed=seed),
-            concurrency=concurrency,
+            kvtier=kvtier,
+            model=source,
+            workload=workload,
+            concurrency=concurrency if concurrency is not None else 1 if talks else 2,
             block_size=block_size,
             gpu_blocks=gpu_blocks,
             device=device,
             dtype=dtype,
-            compute_dtype=compute_dtype,
+            compute_dtype=compute_dtype or ("float32" if talks else "float64"),
             disk_folder=None if no_disk else _expect_folder(disk_folder or Path(tempfile.gettempdir())),
         )
         command = ["kvtier", *(context.obj or ["demo"])]
-        identical = _run(settings, command, json_file, None if no_report else report)
+        identical = _run(settings, console, command, json_file, page)
     except ConfigError as error:
         _name_option(error)
         raise
     raise typer.Exit(0 if identical else 1)
 
 
-def _run(settings: DemoSettings, command: list[str], json_file: str | None, report: Path | None) -> bool:
+def _choose_model(
+    folder: Path | None, shape: dict[str, Any], console: Console, *, random: bool, quick: bool
+) -> tuple[Path | dict[str, Any], Workload]:
+    """Return the model and what is said to it: words if it has them, else random tokens."""
+    if folder is None and not (random or quick):
+        try:
+            folder = cached_model(lambda text: console.print(text, style="dim", soft_wrap=True))
+        except OutsideError as error:
+            console.print(f"note: random weights, so no words: {error}", style="yellow", soft_wrap=True)
+    talk = None if folder is None else open_talk(folder, **shape)
+    if folder is not None and talk is not None:
+        return folder, talk
+    chosen = {name: value for name, value in shape.items() if value is not None}
+    workload = Workload(**(_QUICK if quick else {}) | chosen)
+    return folder or (QUICK_MODEL if quick else DEMO_MODEL), workload
+
+
+def _run(
+    settings: DemoSettings, console: Console, command: list[str], json_file: str | None, report: Path | None
+) -> bool:
     """Run the demo, show it, write the requested files, and return whether all tokens are the same."""
-    _expect_writable("--report", report)
-    _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
-    _prepare_engine(settings.kvtier.cpu.policy)
-    console = Console(stderr=json_file == "-", highlight=False)
+    talk = settings.workload if isinstance(settings.workload, Talk) else None
     with interruptible():
-        with ProgressDisplay(console) as display:
+        with ProgressDisplay(console, talk) as display:
             result = run_demo(settings, display)
         print_result(console, result)
         if report is not None:

@@ -1,6 +1,7 @@
 """Shows `kvtier demo`: the runs while they go on, and the tables at the end.
 
-On a terminal it is a live table, elsewhere a line for each quarter of a run. If a table is too wide for the
+If the model talks, each question stays on the screen with the words of its answer, which are shown as they
+come. On a terminal there is a live table below, elsewhere a line for each quarter of a run. If a table is too wide for the
 terminal, its rows become lines that wrap: nothing is cut off. Only one thread may use it.
 """
 
@@ -20,6 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResult
+from kvtier.demo.runs import Answer
+from kvtier.demo.setup import Turn
 from kvtier.demo.summary import (
     OWN_RUNS,
     RESTART_RUNS,
@@ -31,6 +34,7 @@ from kvtier.demo.summary import (
     summarize,
     summarize_restart,
 )
+from kvtier.demo.talk import Talk
 
 _ALL_NAMES = OWN_RUNS | RESTART_RUNS
 _FEW = 8
@@ -64,9 +68,11 @@ class _Run:
 class ProgressDisplay:
     """Watches a demo. Use it as a context."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, talk: Talk | None = None) -> None:
+        self._console, self._talk = console, talk
         self._runs: dict[str, _Run] = {}
+        self._answers: dict[Turn, Text] = {}
+        """The answers that are on their way, with their questions."""
         self._live = Live(
             console=console,
             get_renderable=self._render,
@@ -91,11 +97,28 @@ class ProgressDisplay:
     def begin(self, run: str, requests: int) -> None:
         """Add a line for a run."""
         self._runs[run] = _Run(run, requests)
+        if self._talk is not None:
+            self._console.print(Text(f"\n{_ALL_NAMES[run]}", style="bold cyan"))
+
+    def hear(self, run: str, answer: Answer) -> None:
+        """Show the words of an answer that have come."""
+        if self._talk is not None:
+            self._answers[answer.turn] = self._write(answer)
+
+    def _write(self, answer: Answer) -> Text:
+        assert self._talk is not None
+        text = Text(f"chat {answer.turn.conversation}: {self._talk.questions[answer.turn]}\n", style="bold")
+        return text.append(self._talk.text_of(answer.tokens), style="not bold")
 
     def advance(self, run: str, request: RequestResult) -> None:
         """Count a request of a run."""
         line = self._runs[run]
         line.requests.append(request)
+        if self._talk is not None:
+            turn = Turn(request.conversation, request.turn)
+            self._console.print(self._answers.pop(turn))
+            self._console.print(Text(self._describe(run, request), style="dim"))
+            return
         done, parts = len(line.requests), 4 if line.total >= _FEW else 1
         if not self._console.is_terminal and done * parts // line.total > (done - 1) * parts // line.total:
             self._console.print(_sentence(line), soft_wrap=True)
@@ -104,15 +127,20 @@ class ProgressDisplay:
         """Stop the clock of a run."""
         self._runs[run].wall = result.wall_seconds
 
+    def _describe(self, run: str, request: RequestResult) -> str:
+        """Describe when the first token came, and where the prompt's tokens came from."""
+        sources = {"the GPU": request.from_gpu, "the pool": request.from_tiers.get("cpu", 0)}
+        sources["disk"] = request.from_tiers.get("disk", 0)
+        parts = [f"{tokens:,} from {source}" for source, tokens in sources.items() if tokens]
+        tokens = f"{request.prompt_tokens:,} prompt tokens: {', '.join([*parts, f'{request.recomputed:,} computed'])}"
+        return f"  first token after {format_ms(request.ttft * 1000)} · {tokens}"
+
     def _render(self) -> RenderableType:
         if not self._runs:
             return Text("loading the model …", style="dim")
         table = self._table()
-        return (
-            table
-            if _fits(self._console, table)
-            else Group(*(Text(_sentence(line)) for line in self._runs.values()))
-        )
+        lines = [table] if _fits(self._console, table) else [Text(_sentence(run)) for run in self._runs.values()]
+        return Group(*self._answers.values(), *lines)
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

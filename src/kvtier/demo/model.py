@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,13 +44,17 @@ _NAMES: Final = {
 """The module of a Llama checkpoint for each name in a GGUF file."""
 
 
-def cached_model() -> Path:
-    """Return the folder of the demo's model; convert it if that has not been done. Blocks for seconds."""
+def cached_model(note: Callable[[str], None]) -> Path:
+    """Return the folder of the demo's model; convert it if that has not been done. Blocks for seconds.
+
+    `note` is told when a conversion begins.
+    """
     missing = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
     if missing:
         raise OutsideError(f"{' and '.join(missing)} missing: pip install {' '.join(missing)}")
     folder = _cache() / _find_gguf().stem
     if not folder.is_dir():
+        note(f"converting {folder.name} once, into {folder.parent}")
         try:
             _convert_whole(_find_gguf(), folder)
         except OSError as error:

@@ -208,6 +208,8 @@ class DemoResult:
     off: RunResult
     on: RunResult
     config: dict[str, Any] = field(default_factory=dict)
+    texts: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
+    """Question and answer of each turn of each conversation, with kvtier; none if tokens were random."""
     restart: RestartResult | None = None
     restart_skipped: str | None = None
     """The reason why there was no run over a disk, although one was asked for."""
@@ -235,6 +237,11 @@ class DemoResult:
         return self.off.ttft_ms(50) / on if on else 0.0
 
     @property
+    def fitted(self) -> bool:
+        """Whether the engine's cache held everything that was computed, so that nothing was to be loaded."""
+        return not self.on.from_tiers and self.why_missing.keys() <= {"never stored"}
+
+    @property
     def why_missing(self) -> dict[str, int]:
         """The number of requests by the reason why their first missing chunk was not loaded, most frequent
         first.
@@ -260,6 +267,7 @@ class DemoResult:
             "ttft_ms": {name: _ttft(run) for name, run in self._runs()},
             "ttft_ms_returning": {name: _ttft(run, from_turn=2) for name, run in self._runs()},
             "ttft_speedup_p50": self.ttft_speedup_p50,
+            "fitted_in_gpu_cache": self.fitted,
             "tokens_per_second": {"off": off.tokens_per_second, "on": on.tokens_per_second},
             "generated_per_second": {"off": off.generated_per_second, "on": on.generated_per_second},
             "wall_seconds": {"off": off.wall_seconds, "on": on.wall_seconds},
@@ -271,8 +279,14 @@ class DemoResult:
             "restart_skipped": self.restart_skipped,
             "config": self.config,
             "kvtier_version": __version__,
-            "per_request": [_pair(*pair) for pair in zip(off.requests, on.requests, strict=True)],
+            "per_request": [
+                _pair(*pair) | self._said(pair[1]) for pair in zip(off.requests, on.requests, strict=True)
+            ],
         }
+
+    def _said(self, request: RequestResult) -> dict[str, str]:
+        text = self.texts.get((request.conversation, request.turn))
+        return {} if text is None else dict(zip(("question", "answer"), text, strict=True))
 
     def _runs(self) -> tuple[tuple[str, RunResult], ...]:
         return ("off", self.off), ("on", self.on)

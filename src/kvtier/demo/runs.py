@@ -58,6 +58,13 @@ Prompts = Callable[[Turn, Mapping[Turn, Sequence[int]]], list[int]]
 """Returns the prompt of a turn, given the answers so far."""
 
 
+class Answer(NamedTuple):
+    """The tokens of an answer so far."""
+
+    turn: Turn
+    tokens: tuple[int, ...]
+
+
 class Watcher(Protocol):
     """An observer of a demo's progress. The thread that runs the demo calls it."""
 
@@ -67,6 +74,10 @@ class Watcher(Protocol):
 
     def begin(self, run: str, requests: int) -> None:
         """Begin a run, named as in `RUNS`."""
+        ...
+
+    def hear(self, run: str, answer: Answer) -> None:
+        """Take an answer as far as it has come; it is empty when its question has just been asked."""
         ...
 
     def advance(self, run: str, request: RequestResult) -> None:
@@ -106,8 +117,10 @@ def _measure(
     users = _Users(engine, settings, turns, prompt_of)
     start, start_cpu = time.perf_counter(), time.process_time()
     while users.are_talking():
-        users.ask()
+        for turn in users.ask():
+            watcher.hear(name, Answer(turn, ()))
         for output in engine.step():
+            watcher.hear(name, users.follow_answer(output))
             if output.finished:
                 watcher.advance(name, users.take_answer(output))
     wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
@@ -124,11 +137,9 @@ class _Users:
     def __init__(
         self, engine: Engine, settings: DemoSettings, turns: Sequence[Turn], prompt_of: Prompts
     ) -> None:
-        from kvtier.engine import SamplingParams
-
         self._engine, self._turns, self._prompt_of = engine, turns, prompt_of
         self._concurrency = settings.concurrency
-        self._params = SamplingParams(max_tokens=settings.workload.answer, ignore_eos=True)
+        self._params = settings.workload.sampling()
         self._waiting = deque(turns)
         self._asking: dict[str, tuple[Turn, int]] = {}
         """The turn and the length of the prompt of each request under way."""
@@ -139,17 +150,24 @@ class _Users:
         """Return whether a turn has not been answered."""
         return bool(self._waiting or self._asking)
 
-    def ask(self) -> None:
-        """Send the next prompts, while fewer than `concurrency` users wait for an answer.
+    def ask(self) -> list[Turn]:
+        """Send the next prompts, while fewer than `concurrency` users wait for an answer. Return their turns.
 
         A user asks only after the last answer has come.
         """
+        asked = []
         busy = {turn.conversation for turn, _ in self._asking.values()}
         while self._waiting and len(busy) < self._concurrency and self._waiting[0].conversation not in busy:
             turn = self._waiting.popleft()
             prompt = self._prompt_of(turn, self._answers)
             self._asking[self._engine.add_request(prompt, self._params)] = turn, len(prompt)
             busy.add(turn.conversation)
+            asked.append(turn)
+        return asked
+
+    def follow_answer(self, output: RequestOutput) -> Answer:
+        """Return an answer as far as it has come."""
+        return Answer(self._asking[output.request_id][0], tuple(output.token_ids))
 
     def take_answer(self, output: RequestOutput) -> RequestResult:
         """Keep an answer; the next prompt of its conversation contains it."""
@@ -224,7 +242,8 @@ def _compare(settings: DemoSettings, watcher: Watcher) -> DemoResult:
                 lambda turn, answers: workload.prompt_of(turn, answers, vocabulary),
                 watcher,
             )
-        return DemoResult(runs["off"], runs["on"], describe(settings, on))
+        texts = workload.texts(runs["on"].requests)
+        return DemoResult(runs["off"], runs["on"], describe(settings, on), texts)
 
 
 def _report_capacity(settings: DemoSettings, engine: Engine, watcher: Watcher) -> None:
@@ -431,6 +450,9 @@ class _SendingWatcher:
 
     def begin(self, run: str, requests: int) -> None:
         self._connection.send(Progress("begin", run, requests))
+
+    def hear(self, run: str, answer: Answer) -> None:
+        self._connection.send(Progress("hear", run, answer))
 
     def advance(self, run: str, request: RequestResult) -> None:
         self._connection.send(Progress("advance", run, request))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +34,8 @@ from kvtier.config import KVTierConfig, format_size
 from kvtier.errors import ConfigError, OutsideError
 
 if TYPE_CHECKING:
-    from kvtier.engine import Engine, EngineConfig
+    from kvtier.demo.result import RequestResult
+    from kvtier.engine import Engine, EngineConfig, SamplingParams
 
 DEMO_MODEL: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -109,8 +110,8 @@ class Workload:
 
     def message_of(self, turn: Turn, vocabulary: int) -> list[int]:
         """Return the user's tokens of a turn."""
-        random = Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}")
-        return _draw(random, self._length_of(turn, random), vocabulary)
+        length, random = self._draw_length(turn)
+        return _draw(random, length, vocabulary)
 
     def prompt_of(self, turn: Turn, answers: Mapping[Turn, Sequence[int]], vocabulary: int) -> list[int]:
         """Return the prompt of a turn: the whole conversation up to the turn's message."""
@@ -118,8 +119,26 @@ class Workload:
         for number in range(1, turn.turn + 1):
             earlier = Turn(turn.conversation, number)
             said += self.message_of(earlier, vocabulary)
-            said += answers[earlier] if number < turn.turn else ()
+            said += self.answer_in_prompt(answers[earlier]) if number < turn.turn else ()
         return said
+
+    def answer_in_prompt(self, answer: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of an answer that the next prompt repeats."""
+        return answer
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters of every request: greedy, and as long as was announced."""
+        from kvtier.engine import SamplingParams
+
+        return SamplingParams(max_tokens=self.answer, ignore_eos=True)
+
+    def texts(self, requests: Iterable[RequestResult]) -> dict[tuple[int, int], tuple[str, str]]:
+        """Return question and answer of each request; random tokens have none."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the shape of the conversations as plain values."""
+        return asdict(self)
 
     def longest(self) -> int:
         """Return the tokens of the longest conversation when it ends, prompt and answer."""
@@ -133,14 +152,18 @@ class Workload:
         )
 
     def _total_of(self, conversation: int) -> int:
-        turns = [Turn(conversation, turn) for turn in range(1, self.turns + 1)]
-        seeds = (Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}") for turn in turns)
-        messages = sum(self._length_of(turn, random) for turn, random in zip(turns, seeds, strict=True))
+        messages = sum(self.length_of(Turn(conversation, turn)) for turn in range(1, self.turns + 1))
         return self.system + messages + self.turns * self.answer
 
-    def _length_of(self, turn: Turn, random: Random) -> int:
+    def length_of(self, turn: Turn) -> int:
+        """Return the number of tokens of a turn's message."""
+        return self._draw_length(turn)[0]
+
+    def _draw_length(self, turn: Turn) -> tuple[int, Random]:
+        """Return the length of a message, and the generator that draws its tokens next."""
+        random = Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}")
         usual = self.opening if turn.turn == 1 else self.message
-        return random.randint(usual - usual // 4, usual + usual // 4)
+        return random.randint(usual - usual // 4, usual + usual // 4), random
 
 
 def _draw(random: Random, length: int, vocabulary: int) -> list[int]:
@@ -304,7 +327,7 @@ def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
             "concurrency": settings.concurrency,
         },
         "kvtier": settings.kvtier.to_dict(),
-        "workload": asdict(settings.workload),
+        "workload": settings.workload.describe(),
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),

@@ -1,0 +1,145 @@
+"""`Talk`: a workload of words. Each chat is about one chapter of the document in `document.toml`.
+
+    turn 1   system | chapter | question 1                       -> answer 1
+    turn 2   system | chapter | question 1 | answer 1 | question 2 -> answer 2
+
+Prompts are ChatML, which SmolLM2 and Qwen speak. An answer ends after its first sentence, so that the demo
+stays short. Only the process that shows words needs `tokenizers`: prompts are made of tokens that are here
+already. A talk is immutable; any thread may use it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.demo.result import RequestResult
+from kvtier.demo.setup import Turn, Workload
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from kvtier.engine import SamplingParams
+
+_ANSWER_TOKENS = 28
+_END = "<|im_end|>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talk(Workload):
+    """Chats about a document, in the tokens of one model."""
+
+    folder: Path
+    """The model's folder, which has its tokenizer."""
+    shared: tuple[int, ...]
+    """The tokens that open every chat."""
+    messages: dict[Turn, tuple[int, ...]]
+    questions: dict[Turn, str]
+    end: int
+    """The token with which a model ends its answer."""
+    stop: int
+    """The token that ends a sentence."""
+
+    def system_prompt(self, vocabulary: int) -> list[int]:
+        """Return the tokens that open every chat."""
+        return list(self.shared)
+
+    def message_of(self, turn: Turn, vocabulary: int) -> list[int]:
+        """Return the tokens of a turn: in the first one the chapter, and always a question."""
+        return list(self.messages[turn])
+
+    def length_of(self, turn: Turn) -> int:
+        """Return the number of tokens of a turn's message."""
+        return len(self.messages[turn])
+
+    def answer_in_prompt(self, answer: Sequence[int]) -> Sequence[int]:
+        """Return an answer without its end, with which the next message begins."""
+        return answer[:-1] if answer[-1] == self.end else answer
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters: greedy, up to the end of a sentence."""
+        from kvtier.engine import SamplingParams
+
+        return SamplingParams(max_tokens=self.answer, stop_token_ids=(self.end, self.stop))
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the words of an answer so far; a character of which bytes are missing is left out."""
+        text: str = _read_tokenizer(self.folder).decode(list(tokens))
+        return text.strip().removesuffix("\N{REPLACEMENT CHARACTER}")
+
+    def texts(self, requests: Iterable[RequestResult]) -> dict[tuple[int, int], tuple[str, str]]:
+        """Return question and answer of each request."""
+        asked = {Turn(request.conversation, request.turn): request.token_ids for request in requests}
+        return {turn: (self.questions[turn], self.text_of(tokens)) for turn, tokens in asked.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the shape of the chats as plain values."""
+        shape = ("conversations", "turns", "system", "opening", "message", "answer", "seed")
+        return {"document": "document.toml"} | {name: getattr(self, name) for name in shape}
+
+
+def open_talk(folder: Path, conversations: int | None, turns: int | None, seed: int) -> Talk | None:
+    """Return the talk for a model; `None` if it has no tokenizer that can be read, or speaks no ChatML."""
+    if find_spec("tokenizers") is None or not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer = _read_tokenizer(folder)
+    end, stop = tokenizer.token_to_id(_END), tokenizer.token_to_id(".")
+    if end is None or stop is None:
+        return None
+    document = tomllib.loads(files("kvtier.demo").joinpath("document.toml").read_text(encoding="utf-8"))
+    chapters = document["chapter"]
+    most = {"conversations": len(chapters), "turns": len(chapters[0]["questions"])}
+    chosen = {"conversations": conversations, "turns": turns}
+    for name, value in chosen.items():
+        if value is not None and value > most[name]:
+            problem = f"expected at most {most[name]}, which the document has, got {value}"
+            raise ConfigError(name, f"{problem}; --random takes any number")
+    shape = {name: most[name] if value is None else value for name, value in chosen.items()}
+    shared = _encode(tokenizer, f"<|im_start|>system\n{document['system']}")
+    questions = {
+        Turn(conversation, turn): question
+        for conversation, chapter in enumerate(chapters[: shape["conversations"]], 1)
+        for turn, question in enumerate(chapter["questions"][: shape["turns"]], 1)
+    }
+    messages = {
+        turn: _encode(tokenizer, _message(question, chapters[turn.conversation - 1], turn))
+        for turn, question in questions.items()
+    }
+    return Talk(
+        **shape,
+        system=len(shared),
+        opening=max(len(message) for turn, message in messages.items() if turn.turn == 1),
+        message=max(map(len, (_encode(tokenizer, question) for question in questions.values()))),
+        answer=_ANSWER_TOKENS,
+        seed=seed,
+        folder=folder,
+        shared=shared,
+        messages=messages,
+        questions=questions,
+        end=end,
+        stop=stop,
+    )
+
+
+def _message(question: str, chapter: Mapping[str, Any], turn: Turn) -> str:
+    """Return what comes after the last words: their end, the user's turn, and the start of an answer."""
+    text = f"{chapter['title']}\n{chapter['text']}\n" if turn.turn == 1 else ""
+    return f"{_END}\n<|im_start|>user\n{text}{question}{_END}\n<|im_start|>assistant\n"
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@lru_cache(maxsize=1)
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
