@@ -11,8 +11,9 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -66,7 +67,9 @@ _Model = Annotated[
         show_default="SmolLM2-135M-Instruct",
     ),
 ]
-_Random = Annotated[bool, Option("--random", help="Random weights and tokens instead of words.")]
+_Random = Annotated[
+    bool, Option("--random", help="Random tokens instead of words and, without --model, random weights.")
+]
 _Device = Annotated[str, Option(help="cpu or cuda.")]
 _Dtype = Annotated[str, Option(help="Of weights and KV: float32, float16 or bfloat16.")]
 _Compute = Annotated[
@@ -83,8 +86,12 @@ _Block = Annotated[int, Option(metavar="N", help="Tokens of a block.")]
 _Blocks = Annotated[
     int | None, Option(metavar="N", help="Blocks of the engine's cache.", show_default="too few for all")
 ]
-_People = Annotated[int | None, Option(metavar="N", help="How many people talk.", show_default="4, or 10 at random")]
-_Turns = Annotated[int | None, Option(metavar="N", help="How often each of them asks.", show_default="3, or 4 at random")]
+_People = Annotated[
+    int | None, Option(metavar="N", help="How many people talk.", show_default="4, or 10 at random")
+]
+_Turns = Annotated[
+    int | None, Option(metavar="N", help="How often each of them asks.", show_default="3, or 4 at random")
+]
 _AtOnce = Annotated[
     int | None,
     Option(
@@ -138,55 +145,50 @@ def demo_command(
 
     Then an engine over a disk is killed and started again. Exits with 1 if any token differs.
     """
-    if model is not None and (random or quick):
-        raise InputError("--model: expected no --random and no --quick beside it, which have models of their own")
     try:
-        kvtier = KVTierConfig.from_dict(
-            {"cpu": {"capacity": cpu_capacity, "policy": policy}, "blocks_per_chunk": chunk_blocks}
+        asked = {"conversations": conversations, "turns": turns}
+        shape = (_QUICK if quick else {}) | {
+            name: value for name, value in asked.items() if value is not None
+        }
+        settings = DemoSettings(
+            kvtier=KVTierConfig.from_dict(
+                {"cpu": {"capacity": cpu_capacity, "policy": policy}, "blocks_per_chunk": chunk_blocks}
+            ),
+            model=model or (QUICK_MODEL if quick else DEMO_MODEL),
+            workload=Workload(**shape, seed=seed),
+            concurrency=2 if concurrency is None else concurrency,
+            block_size=block_size,
+            gpu_blocks=gpu_blocks,
+            device=device,
+            dtype=dtype,
+            compute_dtype=compute_dtype or "float64",
+            disk_folder=None if no_disk else _expect_folder(disk_folder or Path(tempfile.gettempdir())),
         )
-        shape = {"conversations": conversations, "turns": turns, "seed": seed}
         page = None if no_report else report
         _expect_writable("--report", page)
         _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
         _prepare_engine(policy)
         console = Console(stderr=json_file == "-", highlight=False)
-        source, workload = _choose_model(model, shape, console, random=random, quick=quick)
-        talks = isinstance(workload, Talk)
-        settings = DemoSettings(
-            kvtier=kvtier,
-            model=source,
-            workload=workload,
-            concurrency=concurrency if concurrency is not None else 1 if talks else 2,
-            block_size=block_size,
-            gpu_blocks=gpu_blocks,
-            device=device,
-            dtype=dtype,
-            compute_dtype=compute_dtype or ("float32" if talks else "float64"),
-            disk_folder=None if no_disk else _expect_folder(disk_folder or Path(tempfile.gettempdir())),
-        )
-        command = ["kvtier", *(context.obj or ["demo"])]
-        identical = _run(settings, console, command, json_file, page)
+        if not (random or quick) and (folder := model or _find_model(console)) is not None:
+            talk = open_talk(folder, conversations, turns, seed)
+            settings = replace(settings, model=folder)
+            if talk is not None:
+                compute, at_once = compute_dtype or "float32", concurrency or 1
+                settings = replace(settings, workload=talk, compute_dtype=compute, concurrency=at_once)
+        identical = _run(settings, console, ["kvtier", *(context.obj or ["demo"])], json_file, page)
     except ConfigError as error:
         _name_option(error)
         raise
     raise typer.Exit(0 if identical else 1)
 
 
-def _choose_model(
-    folder: Path | None, shape: dict[str, Any], console: Console, *, random: bool, quick: bool
-) -> tuple[Path | dict[str, Any], Workload]:
-    """Return the model and what is said to it: words if it has them, else random tokens."""
-    if folder is None and not (random or quick):
-        try:
-            folder = cached_model(lambda text: console.print(text, style="dim", soft_wrap=True))
-        except OutsideError as error:
-            console.print(f"note: random weights, so no words: {error}", style="yellow", soft_wrap=True)
-    talk = None if folder is None else open_talk(folder, **shape)
-    if folder is not None and talk is not None:
-        return folder, talk
-    chosen = {name: value for name, value in shape.items() if value is not None}
-    workload = Workload(**(_QUICK if quick else {}) | chosen)
-    return folder or (QUICK_MODEL if quick else DEMO_MODEL), workload
+def _find_model(console: Console) -> Path | None:
+    """Return the folder of the demo's own model, or say in one line why there is none."""
+    try:
+        return cached_model(lambda text: console.print(f"note: {text}", style="dim", soft_wrap=True))
+    except OutsideError as error:
+        console.print(f"note: random weights, so no words: {error}", style="yellow", soft_wrap=True)
+        return None
 
 
 def _run(
@@ -220,32 +222,21 @@ def _expect_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     try:
-        _probe(path.resolve())
-    except IsADirectoryError:
-        raise InputError(
-            f"{option}: expected a file, got the folder {str(path)!r}; name a file in it"
-        ) from None
-    except NotADirectoryError:
-        raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}") from None
+        target = path.resolve()
+        if target.is_dir():
+            raise InputError(f"{option}: expected a file, got the folder {str(path)!r}; name a file in it")
+        if not target.parent.is_dir():
+            raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError("it may not be written")
+        if not target.exists() or target.is_file():
+            _partial(target).touch()
+            _partial(target).unlink()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"{option}: expected a file that can be written, got {str(path)!r} ({reason})"
         ) from None
-
-
-def _probe(target: Path) -> None:
-    """Raise `OSError` if a file cannot be written."""
-    if target.is_dir():
-        raise IsADirectoryError
-    if not target.parent.is_dir():
-        raise NotADirectoryError
-    if target.exists() and not os.access(target, os.W_OK):
-        raise PermissionError("it may not be written")
-    if not target.exists() or target.is_file():
-        partial = _partial(target)
-        partial.touch()
-        partial.unlink()
 
 
 def _prepare_engine(policy: str) -> None:

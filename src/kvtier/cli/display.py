@@ -1,8 +1,8 @@
 """Shows `kvtier demo`: the runs while they go on, and the tables at the end.
 
 If the model talks, each question stays on the screen with the words of its answer, which are shown as they
-come. On a terminal there is a live table below, elsewhere a line for each quarter of a run. If a table is too wide for the
-terminal, its rows become lines that wrap: nothing is cut off. Only one thread may use it.
+come. On a terminal there is a live table of the runs, elsewhere a line for each quarter of a run. A table
+that is too wide becomes lines that wrap: nothing is cut off. Only one thread may use it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResult
-from kvtier.demo.runs import Answer
+from kvtier.demo.result import RUNS, DemoResult, RequestResult, RestartResult, RunResult
 from kvtier.demo.setup import Turn
 from kvtier.demo.summary import (
     OWN_RUNS,
     RESTART_RUNS,
     Row,
+    describe_fit,
     describe_model,
     describe_restart,
     describe_tiers,
@@ -40,6 +40,8 @@ _ALL_NAMES = OWN_RUNS | RESTART_RUNS
 _FEW = 8
 """A run with fewer requests gets a single line, at its end."""
 _REFRESHES_PER_SECOND = 8
+_SHOWN = ("off", "on", "disk")
+"""The runs whose answers stay on the screen. The others repeat them once more."""
 
 
 @dataclass(slots=True)
@@ -98,25 +100,22 @@ class ProgressDisplay:
         """Add a line for a run."""
         self._runs[run] = _Run(run, requests)
         if self._talk is not None:
-            self._console.print(Text(f"\n{_ALL_NAMES[run]}", style="bold cyan"))
+            where = "" if run in OWN_RUNS else f", in {RUNS[run].process.value}"
+            self._console.print(Text(f"\n{_ALL_NAMES[run]}{where}", style="bold cyan"))
 
-    def hear(self, run: str, answer: Answer) -> None:
+    def hear(self, run: str, turn: Turn, tokens: Sequence[int]) -> None:
         """Show the words of an answer that have come."""
         if self._talk is not None:
-            self._answers[answer.turn] = self._write(answer)
-
-    def _write(self, answer: Answer) -> Text:
-        assert self._talk is not None
-        text = Text(f"chat {answer.turn.conversation}: {self._talk.questions[answer.turn]}\n", style="bold")
-        return text.append(self._talk.text_of(answer.tokens), style="not bold")
+            text = Text(f"chat {turn.conversation}: {self._talk.questions[turn]}\n", style="bold")
+            self._answers[turn] = text.append(self._talk.text_of(tokens), style="not bold")
 
     def advance(self, run: str, request: RequestResult) -> None:
         """Count a request of a run."""
         line = self._runs[run]
         line.requests.append(request)
-        if self._talk is not None:
-            turn = Turn(request.conversation, request.turn)
-            self._console.print(self._answers.pop(turn))
+        answer = self._answers.pop(Turn(request.conversation, request.turn), None)
+        if answer is not None and run in _SHOWN:
+            self._console.print(answer)
             self._console.print(Text(self._describe(run, request), style="dim"))
             return
         done, parts = len(line.requests), 4 if line.total >= _FEW else 1
@@ -129,17 +128,23 @@ class ProgressDisplay:
 
     def _describe(self, run: str, request: RequestResult) -> str:
         """Describe when the first token came, and where the prompt's tokens came from."""
-        sources = {"the GPU": request.from_gpu, "the pool": request.from_tiers.get("cpu", 0)}
-        sources["disk"] = request.from_tiers.get("disk", 0)
-        parts = [f"{tokens:,} from {source}" for source, tokens in sources.items() if tokens]
-        tokens = f"{request.prompt_tokens:,} prompt tokens: {', '.join([*parts, f'{request.recomputed:,} computed'])}"
-        return f"  first token after {format_ms(request.ttft * 1000)} · {tokens}"
+        loaded = {"GPU": request.from_gpu, "pool": request.from_tiers.get("cpu", 0)}
+        loaded |= {"disk": request.from_tiers.get("disk", 0), "computed": request.recomputed}
+        sources = ", ".join(f"{tokens:,} {source}" for source, tokens in loaded.items() if tokens)
+        turn = request.conversation, request.turn
+        computed = [] if run == "off" else self._runs["off"].requests
+        without = [format_ms(was.ttft * 1000) for was in computed if (was.conversation, was.turn) == turn]
+        compared = f", was {without[0]}" if without else ""
+        time = f"{format_ms(request.ttft * 1000)}{compared}"
+        return f"  first token {time}; {request.prompt_tokens:,} tokens: {sources}"
 
     def _render(self) -> RenderableType:
         if not self._runs:
             return Text("loading the model …", style="dim")
         table = self._table()
-        lines = [table] if _fits(self._console, table) else [Text(_sentence(run)) for run in self._runs.values()]
+        lines = (
+            [table] if _fits(self._console, table) else [Text(_sentence(run)) for run in self._runs.values()]
+        )
         return Group(*self._answers.values(), *lines)
 
     def _table(self) -> Table:
@@ -185,6 +190,8 @@ def print_result(console: Console, result: DemoResult) -> None:
     console.print(table if _fits(console, table) else _list(rows))
     if result.restart is not None:
         _print_restart(console, result.restart)
+    if fit := describe_fit(result):
+        console.print(Text(fit, style="yellow"), soft_wrap=True)
     if result.difference is None:
         runs = "both" if result.restart is None else "all"
         tokens = f"all {result.compared_tokens:,} generated tokens are the same in {runs} runs"

