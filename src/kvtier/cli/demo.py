@@ -93,10 +93,7 @@ _Turns = Annotated[
     int | None, Option(metavar="N", help="How often each of them asks.", show_default="3, or 4 at random")
 ]
 _AtOnce = Annotated[
-    int | None,
-    Option(
-        metavar="N", help="How many of them wait for an answer at once.", show_default="1, or 2 at random"
-    ),
+    int | None, Option(metavar="N", help="How many of them wait at once.", show_default="1, or 2 at random")
 ]
 _Seed = Annotated[int, Option(help="Of the tokens, the order of asking and the built-in weights.")]
 _Json = Annotated[

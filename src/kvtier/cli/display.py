@@ -131,11 +131,9 @@ class ProgressDisplay:
         loaded = {"GPU": request.from_gpu, "pool": request.from_tiers.get("cpu", 0)}
         loaded |= {"disk": request.from_tiers.get("disk", 0), "computed": request.recomputed}
         sources = ", ".join(f"{tokens:,} {source}" for source, tokens in loaded.items() if tokens)
-        turn = request.conversation, request.turn
-        computed = [] if run == "off" else self._runs["off"].requests
-        without = [format_ms(was.ttft * 1000) for was in computed if (was.conversation, was.turn) == turn]
-        compared = f", was {without[0]}" if without else ""
-        time = f"{format_ms(request.ttft * 1000)}{compared}"
+        was = {(asked.conversation, asked.turn): asked.ttft * 1000 for asked in self._runs["off"].requests}
+        without = "" if run == "off" else f", was {format_ms(was[request.conversation, request.turn])}"
+        time = f"{format_ms(request.ttft * 1000)}{without}"
         return f"  first token {time}; {request.prompt_tokens:,} tokens: {sources}"
 
     def _render(self) -> RenderableType:

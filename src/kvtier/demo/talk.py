@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.demo.result import RequestResult
 from kvtier.demo.setup import Turn, Workload
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,21 +78,24 @@ def open_talk(folder: Path, conversations: int | None, turns: int | None, seed: 
     """Return the talk for a model; `None` if it has no tokenizer that can be read, or speaks no ChatML."""
     if find_spec("tokenizers") is None or not (folder / "tokenizer.json").is_file():
         return None
-    tokenizer = _read_tokenizer(folder)
+    try:
+        tokenizer = _read_tokenizer(folder)
+    except Exception as error:  # tokenizers has no class for it
+        raise ModelError(f"{folder / 'tokenizer.json'}: expected a tokenizer ({error})") from None
     end, stop = tokenizer.token_to_id(_END), tokenizer.token_to_id(".")
     if end is None or stop is None:
         return None
     document = tomllib.loads(files("kvtier.demo").joinpath("document.toml").read_text(encoding="utf-8"))
     chapters = document["chapter"]
-    most = {"conversations": len(chapters), "turns": min(len(chapter["questions"]) for chapter in chapters)}
-    shape = {"conversations": conversations or len(chapters), "turns": turns or most["turns"]}
-    for name, value in shape.items():
-        if value > most[name]:
-            problem = f"expected at most {most[name]}, as many as the document has, got {value}"
+    most = {"conversations": len(chapters), "turns": len(chapters[0]["questions"])}
+    shape = {"conversations": conversations or most["conversations"], "turns": turns or most["turns"]}
+    for name in shape:
+        if shape[name] > most[name]:
+            problem = f"expected at most {most[name]}, as many as the document has, got {shape[name]}"
             raise ConfigError(name, f"{problem}; --random takes any number")
     questions, messages = {}, {}
     for number, chapter in enumerate(chapters[: shape["conversations"]], 1):
-        text = f"{chapter['title']}\n{chapter['text']}\n"
+        text = f"{chapter['title']}\n{chapter['text']}".replace("\n", "\n\n")
         for turn, question in enumerate(chapter["questions"][: shape["turns"]], 1):
             said = f"{_END}\n<|im_start|>user\n{text}{question}{_END}\n<|im_start|>assistant\n"
             questions[Turn(number, turn)], text = question, ""

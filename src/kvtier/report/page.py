@@ -17,6 +17,7 @@ from kvtier.config import format_size
 from kvtier.demo.result import DemoResult
 from kvtier.demo.summary import (
     MEANINGS,
+    OWN_RUNS,
     RESTART_RUNS,
     describe_fit,
     describe_model,
@@ -57,7 +58,7 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
         "</section>",
         *_restart(result),
         *_conversations(result),
-        _section("Both runs side by side", _summary_table(result) + _explanations(result)),
+        _section("Both runs side by side", _summary_table(result)),
         _section("Why prompt tokens had to be computed", _why_table(result)),
         _section("How this was measured", _method(result, command)),
         f"<details><summary>Every request</summary>{_request_table(result)}</details>",
@@ -70,13 +71,12 @@ def _headline(result: DemoResult) -> str:
     off, on = result.off, result.on
     loaded = sum(on.from_tiers.values())
     share = loaded / on.prompt_tokens if on.prompt_tokens else 0
+    lead = (
+        f"The GPU cache was too small for them: {loaded:,} tokens ({share:.0%}) came back from host memory."
+    )
     tiles = (
         ("time to first token, median", format_ms(off.ttft_ms(50)), format_ms(on.ttft_ms(50))),
-        (
-            "of turn 1, which is cold",
-            format_ms(off.ttft_ms(50, to_turn=1)),
-            format_ms(on.ttft_ms(50, to_turn=1)),
-        ),
+        ("of turn 1, which is cold", *(format_ms(run.ttft_ms(50, to_turn=1)) for run in (off, on))),
         ("prompt tokens computed", f"{off.recomputed:,}", f"{on.recomputed:,}"),
         ("whole run", f"{off.wall_seconds:.1f} s", f"{on.wall_seconds:.1f} s"),
     )
@@ -84,9 +84,8 @@ def _headline(result: DemoResult) -> str:
 <p class="brand">kvtier demo</p>
 <h1>{_verdict(result)} <span class="model">{escape(describe_model(result))}</span></h1>
 {_badge(result)}
-<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too
-small for them: {loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.
-{escape(describe_fit(result))}{_restarted(result)}{_caution(result)}</p>
+<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens.
+{escape(describe_fit(result)) or lead}{_restarted(result)}{_caution(result)}</p>
 <div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>
 </header>"""
 
@@ -150,11 +149,8 @@ def _section(title: str, content: str) -> str:
 
 def _summary_table(result: DemoResult) -> str:
     rows = [(_indented(row.label), row.off, row.on, row.change) for row in summarize(result)]
-    return _table(("", "without kvtier", "with kvtier", ""), rows)
-
-
-def _explanations(result: DemoResult) -> str:
-    return "".join(f'<p class="soft">{escape(text)}</p>' for text in explain_figures(result))
+    notes = "".join(f'<p class="soft">{escape(text)}</p>' for text in explain_figures(result))
+    return _table(("", *OWN_RUNS.values(), ""), rows) + notes
 
 
 def _conversations(result: DemoResult) -> Iterator[str]:
@@ -285,10 +281,8 @@ def _request_table(result: DemoResult) -> str:
         )
         for number, (off, on) in enumerate(zip(result.off.requests, result.on.requests, strict=True), 1)
     ]
-    head = (
-        "#, conversation, turn, prompt, GPU, pool, recomputed, first token off, first token on, first miss"
-    )
-    return _table(head.split(", "), rows, css="wide")
+    head = "#,conversation,turn,prompt,GPU,pool,recomputed,first token off,first token on,first miss"
+    return _table(head.split(","), rows, css="wide")
 
 
 class _Html(str):
