@@ -67,9 +67,7 @@ _Model = Annotated[
         show_default="SmolLM2-135M-Instruct",
     ),
 ]
-_Random = Annotated[
-    bool, Option("--random", help="Random tokens instead of words and, without --model, random weights.")
-]
+_Random = Annotated[bool, Option("--random", help="Random tokens and, without --model, random weights.")]
 _Device = Annotated[str, Option(help="cpu or cuda.")]
 _Dtype = Annotated[str, Option(help="Of weights and KV: float32, float16 or bfloat16.")]
 _Compute = Annotated[

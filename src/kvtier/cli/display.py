@@ -39,7 +39,7 @@ from kvtier.demo.talk import Talk
 _ALL_NAMES = OWN_RUNS | RESTART_RUNS
 _FEW = 8
 """A run with fewer requests gets a single line, at its end."""
-_REFRESHES_PER_SECOND = 8
+_REFRESH_SECONDS = 0.125
 _SHOWN = ("off", "on", "disk")
 """The runs whose answers stay on the screen. The others repeat them once more."""
 
@@ -75,16 +75,13 @@ class ProgressDisplay:
         self._runs: dict[str, _Run] = {}
         self._answers: dict[Turn, Text] = {}
         """The answers that are on their way, with their questions."""
-        self._live = Live(
-            console=console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_SECOND,
-            transient=True,
-        )
+        # Drawn by this thread alone: another one would draw between two lines that are printed above.
+        self._live = Live(console=console, get_renderable=self._render, auto_refresh=False, transient=True)
+        self._drawn = 0.0
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._live.start()
+            self._live.start(refresh=True)
         return self
 
     def __exit__(
@@ -108,12 +105,16 @@ class ProgressDisplay:
         if self._talk is not None:
             text = Text(f"chat {turn.conversation}: {self._talk.questions[turn]}\n", style="bold")
             self._answers[turn] = text.append(self._talk.text_of(tokens), style="not bold")
+        if self._live.is_started and time.perf_counter() - self._drawn > _REFRESH_SECONDS:
+            self._live.refresh()
+            self._drawn = time.perf_counter()
 
     def advance(self, run: str, request: RequestResult) -> None:
         """Count a request of a run."""
         line = self._runs[run]
         line.requests.append(request)
         answer = self._answers.pop(Turn(request.conversation, request.turn), None)
+        self._live.refresh()
         if answer is not None and run in _SHOWN:
             self._console.print(answer)
             self._console.print(Text(self._describe(run, request), style="dim"))
@@ -214,10 +215,10 @@ def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 
 def _print_restart(console: Console, restart: RestartResult) -> None:
     """Print the run over a disk: its description, its table, and the tier's counts."""
-    console.print(Text(describe_restart(restart)), soft_wrap=True)
+    console.print(Text(describe_restart(restart)))
     rows = list(summarize_restart(restart))
     table = _make_table(("", *RESTART_RUNS.values()), rows)
     lines = "\n".join(f"{label}\n    {' → '.join(values)}" for label, *values in rows)
     console.print(table if _fits(console, table) else Text(f"\n{lines}\n"))
     for line in describe_tiers(restart):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(line))

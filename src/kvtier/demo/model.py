@@ -59,10 +59,7 @@ _CONFIG: Final = {
 
 
 def cached_model(note: Callable[[str], None]) -> Path:
-    """Return the folder of the demo's model; convert it, and say so, if that has not been done.
-
-    Blocks for seconds then.
-    """
+    """Return the folder of the demo's model; convert it first, and note so, if that is to do. Blocks."""
     missing = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
     if missing:
         raise OutsideError(f"{' and '.join(missing)} missing: pip install {' '.join(missing)}")
