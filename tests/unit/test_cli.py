@@ -47,6 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the demo end at once with a result."""
     monkeypatch.setattr("kvtier.cli.demo._prepare_engine", lambda policy: None)
+    monkeypatch.setattr("kvtier.cli.demo._find_model", lambda console: None)
     monkeypatch.setattr("kvtier.cli.demo.run_demo", lambda settings, watcher: demo_result())
 
 

@@ -66,6 +66,29 @@ def test_on_a_phone_every_cell_stands_below_the_other_and_says_its_column() -> N
     assert "td[data-column]::before { content: attr(data-column);" in phone
 
 
+def test_questions_and_answers_are_shown() -> None:
+    result = demo_result(conversations=1, turns=2)
+    assert "Questions and answers" not in render_report(result)
+    texts = {(1, 1): ("Who <built> it?", "Clara Holm."), (1, 2): ("How high?", "38 metres.")}
+    shown = " ".join("".join(parse(replace(result, texts=texts)).itertext()).split())
+    assert "Who <built> it? Clara Holm.840 prompt tokens, cold" in shown.replace("?C", "? C")
+    assert "How high?38 metres.648 of 880 prompt tokens from the pool" in shown
+
+
+def test_weak_figures_are_explained() -> None:
+    page = render_report(demo_result())
+    assert "Turn 1 is cold: its text is new, so it is computed with kvtier too. The p99 of the run" in page
+    assert "The whole run gains less than the first tokens" in page
+
+
+def test_without_anything_to_load_there_is_no_verdict_on_speed() -> None:
+    result = demo_result(turns=1)
+    page = render_report(result)
+    assert "There was nothing to load" in page
+    assert "Nobody asked twice: kvtier had nothing to load" in page
+    assert "× faster" not in page
+
+
 def test_a_difference_is_not_hidden() -> None:
     header = text_of(next(parse(with_wrong_token(demo_result())).iter("header")))
     assert "✗ tokens differ: conversation 4, turn 1, answer token 2" in header

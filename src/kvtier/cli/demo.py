@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +22,11 @@ from typer import Option
 from kvtier.cli.display import ProgressDisplay, print_result
 from kvtier.cli.streams import interruptible
 from kvtier.config import KVTierConfig
+from kvtier.demo.model import cached_model
 from kvtier.demo.result import DemoResult
 from kvtier.demo.runs import run_demo
 from kvtier.demo.setup import DEMO_MODEL, QUICK_MODEL, DemoSettings, Workload
+from kvtier.demo.talk import Talk, open_talk
 from kvtier.errors import ConfigError, InputError, OutsideError
 from kvtier.report import render_report
 
@@ -61,13 +64,18 @@ _Model = Annotated[
         metavar="FOLDER",
         help=f"A folder with config.json and *.safetensors of a {_FAMILIES} model, "
         "as `hf download Qwen/Qwen3-0.6B --local-dir FOLDER` makes it.",
-        show_default="built-in, random weights",
+        show_default="SmolLM2-135M-Instruct",
     ),
 ]
+_Random = Annotated[bool, Option("--random", help="Random tokens and, without --model, random weights.")]
 _Device = Annotated[str, Option(help="cpu or cuda.")]
 _Dtype = Annotated[str, Option(help="Of weights and KV: float32, float16 or bfloat16.")]
 _Compute = Annotated[
-    str, Option(help="Of activations. With float64, rounding does not depend on the batch.")
+    str | None,
+    Option(
+        help="Of activations. With float64, rounding does not depend on the batch.",
+        show_default="float32 for words, float64 for random tokens",
+    ),
 ]
 _Capacity = Annotated[str, Option(metavar="SIZE", help="Host memory for KV.")]
 _Policy = Annotated[str, Option(help="Who leaves a full tier: lru, arc or package.module:Class.")]
@@ -76,9 +84,15 @@ _Block = Annotated[int, Option(metavar="N", help="Tokens of a block.")]
 _Blocks = Annotated[
     int | None, Option(metavar="N", help="Blocks of the engine's cache.", show_default="too few for all")
 ]
-_People = Annotated[int | None, Option(metavar="N", help="How many people talk.", show_default="10")]
-_Turns = Annotated[int | None, Option(metavar="N", help="How often each of them asks.", show_default="4")]
-_AtOnce = Annotated[int, Option(metavar="N", help="How many of them wait for an answer at once.")]
+_People = Annotated[
+    int | None, Option(metavar="N", help="How many people talk.", show_default="4, or 10 at random")
+]
+_Turns = Annotated[
+    int | None, Option(metavar="N", help="How often each of them asks.", show_default="3, or 4 at random")
+]
+_AtOnce = Annotated[
+    int | None, Option(metavar="N", help="How many of them wait at once.", show_default="1, or 2 at random")
+]
 _Seed = Annotated[int, Option(help="Of the tokens, the order of asking and the built-in weights.")]
 _Json = Annotated[
     str | None, Option("--json", metavar="FILE|-", help="Also write the result as JSON; - is stdout.")
@@ -101,9 +115,10 @@ _Debug = Annotated[bool, Option("--debug", help="Show tracebacks of errors.")]
 def demo_command(
     context: typer.Context,
     model: _Model = None,
+    random: _Random = False,
     device: _Device = "cpu",
     dtype: _Dtype = "float32",
-    compute_dtype: _Compute = "float64",
+    compute_dtype: _Compute = None,
     cpu_capacity: _Capacity = "512MiB",
     policy: _Policy = "lru",
     chunk_blocks: _Chunk = 1,
@@ -111,7 +126,7 @@ def demo_command(
     gpu_blocks: _Blocks = None,
     conversations: _People = None,
     turns: _Turns = None,
-    concurrency: _AtOnce = 2,
+    concurrency: _AtOnce = None,
     seed: _Seed = 0,
     disk_folder: _DiskFolder = None,
     no_disk: _NoDisk = False,
@@ -136,30 +151,48 @@ def demo_command(
             ),
             model=model or (QUICK_MODEL if quick else DEMO_MODEL),
             workload=Workload(**shape, seed=seed),
-            concurrency=concurrency,
+            concurrency=2 if concurrency is None else concurrency,
             block_size=block_size,
             gpu_blocks=gpu_blocks,
             device=device,
             dtype=dtype,
-            compute_dtype=compute_dtype,
+            compute_dtype=compute_dtype or "float64",
             disk_folder=None if no_disk else _expect_folder(disk_folder or Path(tempfile.gettempdir())),
         )
-        command = ["kvtier", *(context.obj or ["demo"])]
-        identical = _run(settings, command, json_file, None if no_report else report)
+        page = None if no_report else report
+        expect_writable("--report", page)
+        expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
+        _prepare_engine(policy)
+        console = Console(stderr=json_file == "-", highlight=False)
+        if not (random or quick) and (folder := model or _find_model(console)) is not None:
+            talk = open_talk(folder, conversations, turns, seed)
+            settings = replace(settings, model=folder)
+            if talk is not None:
+                compute, at_once = compute_dtype or "float32", concurrency or 1
+                settings = replace(settings, workload=talk, compute_dtype=compute, concurrency=at_once)
+        identical = _run(settings, console, ["kvtier", *(context.obj or ["demo"])], json_file, page)
     except ConfigError as error:
         _name_option(error)
         raise
     raise typer.Exit(0 if identical else 1)
 
 
-def _run(settings: DemoSettings, command: list[str], json_file: str | None, report: Path | None) -> bool:
+def _find_model(console: Console) -> Path | None:
+    """Return the folder of the demo's own model, or say in one line why there is none."""
+    try:
+        return cached_model(lambda text: console.print(f"note: {text}", style="dim", soft_wrap=True))
+    except OutsideError as error:
+        console.print(f"note: random weights, so no words: {error}", style="yellow", soft_wrap=True)
+        return None
+
+
+def _run(
+    settings: DemoSettings, console: Console, command: list[str], json_file: str | None, report: Path | None
+) -> bool:
     """Run the demo, show it, write the requested files, and return whether all tokens are the same."""
-    expect_writable("--report", report)
-    expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
-    _prepare_engine(settings.kvtier.cpu.policy)
-    console = Console(stderr=json_file == "-", highlight=False)
+    talk = settings.workload if isinstance(settings.workload, Talk) else None
     with interruptible():
-        with ProgressDisplay(console) as display:
+        with ProgressDisplay(console, talk) as display:
             result = run_demo(settings, display)
         print_result(console, result)
         if report is not None:
@@ -184,32 +217,21 @@ def expect_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     try:
-        _probe(path.resolve())
-    except IsADirectoryError:
-        raise InputError(
-            f"{option}: expected a file, got the folder {str(path)!r}; name a file in it"
-        ) from None
-    except NotADirectoryError:
-        raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}") from None
+        target = path.resolve()
+        if target.is_dir():
+            raise InputError(f"{option}: expected a file, got the folder {str(path)!r}; name a file in it")
+        if not target.parent.is_dir():
+            raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError("it may not be written")
+        if not target.exists() or target.is_file():
+            _partial(target).touch()
+            _partial(target).unlink()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"{option}: expected a file that can be written, got {str(path)!r} ({reason})"
         ) from None
-
-
-def _probe(target: Path) -> None:
-    """Raise `OSError` if a file cannot be written."""
-    if target.is_dir():
-        raise IsADirectoryError
-    if not target.parent.is_dir():
-        raise NotADirectoryError
-    if target.exists() and not os.access(target, os.W_OK):
-        raise PermissionError("it may not be written")
-    if not target.exists() or target.is_file():
-        partial = _partial(target)
-        partial.touch()
-        partial.unlink()
 
 
 def _prepare_engine(policy: str) -> None:

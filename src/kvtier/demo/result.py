@@ -131,9 +131,10 @@ class RunResult:
         """The prompt and answer tokens per second."""
         return (self.prompt_tokens + self.generated_tokens) / self.wall_seconds if self.wall_seconds else 0.0
 
-    def ttft_ms(self, percent: float, *, from_turn: int = 1) -> float:
-        """Return a percentile of the time to first token, of all requests from a turn on."""
-        times = [request.ttft for request in self.requests if request.turn >= from_turn]
+    def ttft_ms(self, percent: float, *, from_turn: int = 1, to_turn: int | None = None) -> float:
+        """Return a percentile of the time to first token, of all requests from a turn on, or to one."""
+        last = float("inf") if to_turn is None else to_turn
+        times = [request.ttft for request in self.requests if from_turn <= request.turn <= last]
         return percentile(times, percent) * 1000
 
 
@@ -208,6 +209,8 @@ class DemoResult:
     off: RunResult
     on: RunResult
     config: dict[str, Any] = field(default_factory=dict)
+    texts: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
+    """Question and answer of each turn of each conversation, with kvtier; none if tokens were random."""
     restart: RestartResult | None = None
     restart_skipped: str | None = None
     """The reason why there was no run over a disk, although one was asked for."""
@@ -235,6 +238,12 @@ class DemoResult:
         return self.off.ttft_ms(50) / on if on else 0.0
 
     @property
+    def fitted(self) -> bool:
+        """Whether the engine's cache held everything that was computed, so that nothing was to be loaded."""
+        missed = self.why_missing.keys() - {"never stored"}
+        return not self.on.from_tiers and not missed and self.on.recomputed <= self.off.recomputed
+
+    @property
     def why_missing(self) -> dict[str, int]:
         """The number of requests by the reason why their first missing chunk was not loaded, most frequent
         first.
@@ -257,9 +266,10 @@ class DemoResult:
             "tokens_from_tiers": {"cpu": 0} | on.from_tiers,
             "tokens_recomputed": on.recomputed,
             "why_missing": self.why_missing,
-            "ttft_ms": {name: _ttft(run) for name, run in self._runs()},
-            "ttft_ms_returning": {name: _ttft(run, from_turn=2) for name, run in self._runs()},
+            "ttft_ms": {name: _ttft(run) for name, run in self.both()},
+            "ttft_ms_returning": {name: _ttft(run, from_turn=2) for name, run in self.both()},
             "ttft_speedup_p50": self.ttft_speedup_p50,
+            "fitted_in_gpu_cache": self.fitted,
             "tokens_per_second": {"off": off.tokens_per_second, "on": on.tokens_per_second},
             "generated_per_second": {"off": off.generated_per_second, "on": on.generated_per_second},
             "wall_seconds": {"off": off.wall_seconds, "on": on.wall_seconds},
@@ -271,10 +281,14 @@ class DemoResult:
             "restart_skipped": self.restart_skipped,
             "config": self.config,
             "kvtier_version": __version__,
-            "per_request": [_pair(*pair) for pair in zip(off.requests, on.requests, strict=True)],
+            "per_request": [
+                _pair(*pair, self.texts.get((pair[1].conversation, pair[1].turn), (None, None)))
+                for pair in zip(off.requests, on.requests, strict=True)
+            ],
         }
 
-    def _runs(self) -> tuple[tuple[str, RunResult], ...]:
+    def both(self) -> tuple[tuple[str, RunResult], ...]:
+        """Return the runs without and with kvtier by name."""
         return ("off", self.off), ("on", self.on)
 
     def _differences(self) -> Iterator[Difference]:
@@ -299,11 +313,13 @@ def _ttft(run: RunResult, from_turn: int = 1) -> dict[str, float]:
     return {f"p{percent}": run.ttft_ms(percent, from_turn=from_turn) for percent in (50, 99)}
 
 
-def _pair(off: RequestResult, on: RequestResult) -> dict[str, Any]:
+def _pair(off: RequestResult, on: RequestResult, text: tuple[str | None, str | None]) -> dict[str, Any]:
     """Describe one request of both runs."""
     return {
         "conversation": on.conversation,
         "turn": on.turn,
+        "question": text[0],
+        "answer": text[1],
         "prompt_tokens": on.prompt_tokens,
         "tokens_from_gpu": on.from_gpu,
         "tokens_from_tiers": on.from_tiers,

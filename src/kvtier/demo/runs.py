@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 from kvtier.config import DiskConfig, KVTierConfig, format_size
 from kvtier.demo.result import RUNS, DemoResult, PoolUse, Process, RequestResult, RestartResult, RunResult
@@ -69,6 +69,10 @@ class Watcher(Protocol):
         """Begin a run, named as in `RUNS`."""
         ...
 
+    def hear(self, run: str, turn: Turn, tokens: Sequence[int]) -> None:
+        """Take an answer as far as it has come; it is empty when its question has just been asked."""
+        ...
+
     def advance(self, run: str, request: RequestResult) -> None:
         """Count a finished request of a run."""
         ...
@@ -103,13 +107,12 @@ def _measure(
 ) -> RunResult:
     """Play one run on an engine that is warm."""
     watcher.begin(name, len(turns))
-    users = _Users(engine, settings, turns, prompt_of)
+    users = _Users(name, engine, settings, turns, prompt_of, watcher)
     start, start_cpu = time.perf_counter(), time.process_time()
     while users.are_talking():
         users.ask()
         for output in engine.step():
-            if output.finished:
-                watcher.advance(name, users.take_answer(output))
+            users.take_output(output)
     wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     engine.drain()
     engine.check()
@@ -122,13 +125,17 @@ class _Users:
     """The users of an engine: `concurrency` of them ask at a time, in a fixed order."""
 
     def __init__(
-        self, engine: Engine, settings: DemoSettings, turns: Sequence[Turn], prompt_of: Prompts
+        self,
+        run: str,
+        engine: Engine,
+        settings: DemoSettings,
+        turns: Sequence[Turn],
+        prompt_of: Prompts,
+        watcher: Watcher,
     ) -> None:
-        from kvtier.engine import SamplingParams
-
-        self._engine, self._turns, self._prompt_of = engine, turns, prompt_of
-        self._concurrency = settings.concurrency
-        self._params = SamplingParams(max_tokens=settings.workload.answer, ignore_eos=True)
+        self._run, self._engine, self._turns, self._prompt_of = run, engine, turns, prompt_of
+        self._watcher, self._concurrency = watcher, settings.concurrency
+        self._params = settings.workload.sampling()
         self._waiting = deque(turns)
         self._asking: dict[str, tuple[Turn, int]] = {}
         """The turn and the length of the prompt of each request under way."""
@@ -150,13 +157,17 @@ class _Users:
             prompt = self._prompt_of(turn, self._answers)
             self._asking[self._engine.add_request(prompt, self._params)] = turn, len(prompt)
             busy.add(turn.conversation)
+            self._watcher.hear(self._run, turn, ())
 
-    def take_answer(self, output: RequestOutput) -> RequestResult:
-        """Keep an answer; the next prompt of its conversation contains it."""
-        turn, prompt_tokens = self._asking.pop(output.request_id)
-        self._answers[turn] = output.token_ids
-        self._results[turn] = _request_result(turn, prompt_tokens, output)
-        return self._results[turn]
+    def take_output(self, output: RequestOutput) -> None:
+        """Pass an answer on, and keep it when it is whole: the next prompt of its conversation has it."""
+        turn, prompt_tokens = self._asking[output.request_id]
+        self._watcher.hear(self._run, turn, output.token_ids)
+        if output.finished:
+            del self._asking[output.request_id]
+            self._answers[turn] = output.token_ids
+            self._results[turn] = _request_result(turn, prompt_tokens, output)
+            self._watcher.advance(self._run, self._results[turn])
 
     def results(self) -> tuple[RequestResult, ...]:
         """Return all requests in the order of asking."""
@@ -224,7 +235,8 @@ def _compare(settings: DemoSettings, watcher: Watcher) -> DemoResult:
                 lambda turn, answers: workload.prompt_of(turn, answers, vocabulary),
                 watcher,
             )
-        return DemoResult(runs["off"], runs["on"], describe(settings, on))
+        texts = workload.texts(runs["on"].requests)
+        return DemoResult(runs["off"], runs["on"], describe(settings, on), texts)
 
 
 def _report_capacity(settings: DemoSettings, engine: Engine, watcher: Watcher) -> None:
@@ -342,8 +354,7 @@ class Progress(NamedTuple):
     """A message: a call of the process's watcher, for the watcher of the parent."""
 
     call: str
-    run: str
-    value: Any
+    values: tuple[Any, ...]
 
 
 class Failure(NamedTuple):
@@ -392,11 +403,11 @@ class _EngineProcess:
 
         Return the runs by name, and the statistics of the disk tier.
         """
-        runs = {}
+        runs: dict[str, RunResult] = {}
         while isinstance(message := self._wait_message(Progress, TierStats), Progress):
-            getattr(watcher, message.call)(message.run, message.value)
+            getattr(watcher, message.call)(*message.values)
             if message.call == "end":
-                runs[message.run] = message.value
+                runs.update([message.values])
         return runs, message
 
     def _wait_message(self, *kinds: type) -> Any:
@@ -422,21 +433,13 @@ class _EngineProcess:
 
 
 class _SendingWatcher:
-    """Sends the progress of this process to its parent."""
+    """A watcher that sends every call to the parent process, which calls its own."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
 
-    def note(self, text: str) -> None: ...
-
-    def begin(self, run: str, requests: int) -> None:
-        self._connection.send(Progress("begin", run, requests))
-
-    def advance(self, run: str, request: RequestResult) -> None:
-        self._connection.send(Progress("advance", run, request))
-
-    def end(self, run: str, result: RunResult) -> None:
-        self._connection.send(Progress("end", run, result))
+    def __getattr__(self, call: str) -> Callable[..., None]:
+        return lambda *values: self._connection.send(Progress(call, values))
 
 
 def serve_until_killed(connection: Connection[Any, Any], orders: Orders) -> None:
@@ -455,7 +458,8 @@ def serve_until_killed(connection: Connection[Any, Any], orders: Orders) -> None
 
 
 def _serve(engine: Engine, connection: Connection[Any, Any], orders: Orders) -> None:
-    manager, prompts, watcher = _manager_of(engine), orders.prompts, _SendingWatcher(connection)
+    manager, prompts = _manager_of(engine), orders.prompts
+    watcher = cast(Watcher, _SendingWatcher(connection))
     _warm_up(engine, orders.settings.workload.seed)
     connection.send(Ready())
     for name in orders.runs:

@@ -23,9 +23,9 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -34,7 +34,8 @@ from kvtier.config import KVTierConfig, format_size
 from kvtier.errors import ConfigError, OutsideError
 
 if TYPE_CHECKING:
-    from kvtier.engine import Engine, EngineConfig
+    from kvtier.demo.result import RequestResult
+    from kvtier.engine import Engine, EngineConfig, SamplingParams
 
 DEMO_MODEL: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -110,7 +111,8 @@ class Workload:
     def message_of(self, turn: Turn, vocabulary: int) -> list[int]:
         """Return the user's tokens of a turn."""
         random = Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}")
-        return _draw(random, self._length_of(turn, random), vocabulary)
+        usual = self.opening if turn.turn == 1 else self.message
+        return _draw(random, random.randint(usual - usual // 4, usual + usual // 4), vocabulary)
 
     def prompt_of(self, turn: Turn, answers: Mapping[Turn, Sequence[int]], vocabulary: int) -> list[int]:
         """Return the prompt of a turn: the whole conversation up to the turn's message."""
@@ -118,8 +120,22 @@ class Workload:
         for number in range(1, turn.turn + 1):
             earlier = Turn(turn.conversation, number)
             said += self.message_of(earlier, vocabulary)
-            said += answers[earlier] if number < turn.turn else ()
+            said += self.answer_in_prompt(answers[earlier]) if number < turn.turn else ()
         return said
+
+    def answer_in_prompt(self, answer: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of an answer that the next prompt repeats."""
+        return answer
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters of every request: greedy, all of the answer's length."""
+        from kvtier.engine import SamplingParams
+
+        return SamplingParams(max_tokens=self.answer, ignore_eos=True)
+
+    def texts(self, requests: Iterable[RequestResult]) -> dict[tuple[int, int], tuple[str, str]]:
+        """Return question and answer of each request; random tokens have none."""
+        return {}
 
     def longest(self) -> int:
         """Return the tokens of the longest conversation when it ends, prompt and answer."""
@@ -133,14 +149,8 @@ class Workload:
         )
 
     def _total_of(self, conversation: int) -> int:
-        turns = [Turn(conversation, turn) for turn in range(1, self.turns + 1)]
-        seeds = (Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}") for turn in turns)
-        messages = sum(self._length_of(turn, random) for turn, random in zip(turns, seeds, strict=True))
-        return self.system + messages + self.turns * self.answer
-
-    def _length_of(self, turn: Turn, random: Random) -> int:
-        usual = self.opening if turn.turn == 1 else self.message
-        return random.randint(usual - usual // 4, usual + usual // 4)
+        messages = (self.message_of(Turn(conversation, turn), 1) for turn in range(1, self.turns + 1))
+        return self.system + sum(map(len, messages)) + self.turns * self.answer
 
 
 def _draw(random: Random, length: int, vocabulary: int) -> list[int]:
@@ -304,7 +314,7 @@ def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
             "concurrency": settings.concurrency,
         },
         "kvtier": settings.kvtier.to_dict(),
-        "workload": asdict(settings.workload),
+        "workload": {part.name: getattr(settings.workload, part.name) for part in fields(Workload)},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),

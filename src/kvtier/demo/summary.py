@@ -5,7 +5,7 @@ Everything here is pure; any thread may call it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvtier.config import format_size
@@ -75,27 +75,56 @@ def _parameters(number: int) -> str:
 
 
 def summarize(result: DemoResult) -> Iterator[Row]:
-    """Yield the rows of the table."""
+    """Yield the rows of the table. If there was nothing to load, times differ by chance: none is judged."""
     off, on = result.off, result.on
+    time, rate = (_uncompared(_time), _uncompared(_rate)) if result.fitted else (_time, _rate)
     yield Row("requests", f"{len(off.requests):,}", f"{len(on.requests):,}")
     yield Row("prompt tokens", f"{off.prompt_tokens:,}", f"{on.prompt_tokens:,}")
     yield Row("  from the GPU cache", _share(off.from_gpu, off), _share(on.from_gpu, on))
     yield Row("  from the pool", "–", _share(sum(on.from_tiers.values()), on))
     less = _less(off.recomputed, on.recomputed)
     yield Row("  recomputed", _share(off.recomputed, off), _share(on.recomputed, on), less)
-    yield _time("time to first token, p50", off.ttft_ms(50), on.ttft_ms(50))
-    yield _time("time to first token, p99", off.ttft_ms(99), on.ttft_ms(99))
+    yield time("time to first token, p50", off.ttft_ms(50), on.ttft_ms(50))
     if any(request.turn > 1 for request in on.requests):
-        yield _time("  p50 after the first turn", off.ttft_ms(50, from_turn=2), on.ttft_ms(50, from_turn=2))
-    yield _rate("generated tokens/s", off.generated_per_second, on.generated_per_second)
-    yield _rate("  prompt tokens included", off.tokens_per_second, on.tokens_per_second)
-    yield _time("wall time", off.wall_seconds * 1000, on.wall_seconds * 1000)
-    yield _time("  processor time", off.cpu_seconds * 1000, on.cpu_seconds * 1000, "less", "more")
+        yield time("  in turn 1, which is cold", off.ttft_ms(50, to_turn=1), on.ttft_ms(50, to_turn=1))
+        yield time("  in later turns", off.ttft_ms(50, from_turn=2), on.ttft_ms(50, from_turn=2))
+    yield time("time to first token, p99", off.ttft_ms(99), on.ttft_ms(99))
+    yield rate("generated tokens/s", off.generated_per_second, on.generated_per_second)
+    yield rate("  prompt tokens included", off.tokens_per_second, on.tokens_per_second)
+    yield time("wall time", off.wall_seconds * 1000, on.wall_seconds * 1000)
+    yield time("  processor time", off.cpu_seconds * 1000, on.cpu_seconds * 1000, "less", "more")
     yield Row("preemptions", f"{off.preemptions:,}", f"{on.preemptions:,}")
     if on.pool is not None:
         yield Row("pool in use", "–", _in_use(on.pool))
         yield Row("  chunks evicted", "–", f"{on.pool.evicted:,}")
     yield Row("same tokens", "", "identical" if result.identical else "DIFFERENT")
+
+
+def describe_fit(result: DemoResult) -> str:
+    """Say why there was nothing to load, and what to change; nothing if there was."""
+    if not result.fitted:
+        return ""
+    if all(request.turn == 1 for request in result.on.requests):
+        why, change = "Nobody asked twice", "use two or more --turns"
+    else:
+        blocks = result.config.get("engine", {}).get("gpu_blocks")
+        why = "Everything fitted into the engine's own cache"
+        change = f"use more --conversations, or fewer --gpu-blocks than {blocks}"
+    return f"{why}: kvtier had nothing to load, and times differ by chance. To see it load, {change}."
+
+
+def explain_figures(result: DemoResult) -> Iterator[str]:
+    """Yield an explanation of each figure that is weaker than the first tokens of later turns."""
+    off, on = result.off, result.on
+    if off.ttft_ms(50, to_turn=1) < 1.5 * on.ttft_ms(50, to_turn=1):
+        slowest = max(on.requests, key=lambda request: request.ttft)
+        p99 = " The p99 of the run with kvtier is such a request." if slowest.turn == 1 else ""
+        yield f"Turn 1 is cold: its text is new, so it is computed with kvtier too.{p99}"
+    if off.wall_seconds < result.ttft_speedup_p50 * on.wall_seconds:
+        yield (
+            "The whole run gains less than the first tokens: it includes turn 1, and the time in which"
+            " answers are generated token by token, which kvtier does not change."
+        )
 
 
 def describe_restart(restart: RestartResult) -> str:
@@ -146,6 +175,10 @@ def _less(off: float, on: float) -> str:
 def _time(label: str, off: float, on: float, better: str = "faster", worse: str = "slower") -> Row:
     change = _times(off, on, better) if on <= off else _times(on, off, worse)
     return Row(label, format_ms(off), format_ms(on), change)
+
+
+def _uncompared(make: Callable[..., Row]) -> Callable[..., Row]:
+    return lambda *values: make(*values)._replace(change="")
 
 
 def _rate(label: str, off: float, on: float) -> Row:

@@ -10,17 +10,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResult
-from kvtier.demo.summary import format_ms
+from kvtier.demo.summary import OWN_RUNS, RESTART_RUNS, format_ms
 from kvtier.report.plots import BOTTOM, LEFT, RIGHT, TOP, Linear, Log, Plot, format_count, format_time
 
-RUNS = (("off", "without kvtier"), ("on", "with kvtier"))
+RUNS = tuple(OWN_RUNS.items())
 SOURCES = (("gpu", "from the GPU cache"), ("cpu", "loaded from the pool"), ("recomputed", "recomputed"))
 
-RESTART = (
-    ("recomputed", "computed"),
-    ("cpu", "from the pool"),
-    ("disk", "from disk, after kill -9 and a new start"),
-)
+RESTART = tuple(zip(("recomputed", "cpu", "disk"), RESTART_RUNS.values(), strict=True))
 """The runs over a disk in their order, and their colours."""
 
 
@@ -96,7 +92,7 @@ def _whole_numbers(count: int) -> list[tuple[float, str]]:
 
 
 def _ecdf(result: DemoResult) -> str:
-    runs = {name: sorted(request.ttft * 1000 for request in run.requests) for name, run in _both(result)}
+    runs = {name: sorted(request.ttft * 1000 for request in run.requests) for name, run in result.both()}
     x, y = Log.around([*runs["off"], *runs["on"]]), Linear(0, 1.04)
     plot = Plot(
         "Share of requests that had their first token by a given time, without and with kvtier",
@@ -126,7 +122,7 @@ def spaced(plot: Plot, labels: Iterable[tuple[float, str]]) -> list[tuple[float,
 
 def _sources(result: DemoResult) -> str:
     turns = sorted({request.turn for request in result.on.requests})
-    bars = [(turn, name, _mean_sources(run, turn)) for turn in turns for name, run in _both(result)]
+    bars = [(turn, name, _mean_sources(run, turn)) for turn in turns for name, run in result.both()]
     y = Linear.up_to(sum(parts.values()) for _, _, parts in bars)
     plot = Plot(
         "Prompt tokens of a request by source, for each turn, without and with kvtier",
@@ -169,7 +165,7 @@ def _stack(plot: Plot, left: float, width: float, parts: dict[str, float], what:
 
 def _computed(result: DemoResult) -> str:
     runs = {
-        name: list(accumulate(request.recomputed for request in run.requests)) for name, run in _both(result)
+        name: list(accumulate(request.recomputed for request in run.requests)) for name, run in result.both()
     }
     y = Linear.up_to(sums[-1] for sums in runs.values() if sums)
     count = len(result.on.requests)
@@ -214,10 +210,6 @@ def _restart(restart: RestartResult) -> str:
             plot.dot((x, time), "single", f"{_name(request)}: {format_ms(time)}")
         plot.text(middle, BOTTOM + 20, ("computed", "pool", "disk")[position], "tick")
     return plot.svg()
-
-
-def _both(result: DemoResult) -> tuple[tuple[str, RunResult], ...]:
-    return ("off", result.off), ("on", result.on)
 
 
 def _name(request: RequestResult) -> str:

@@ -18,10 +18,13 @@ from kvtier.config import format_size
 from kvtier.demo.result import DemoResult
 from kvtier.demo.summary import (
     MEANINGS,
+    OWN_RUNS,
     RESTART_RUNS,
+    describe_fit,
     describe_model,
     describe_restart,
     describe_tiers,
+    explain_figures,
     format_ms,
     summarize,
     summarize_restart,
@@ -55,6 +58,7 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
         *(make_figure(figure) for figure in figures(result)),
         "</section>",
         *_restart(result),
+        *_conversations(result),
         make_section("Both runs side by side", _summary_table(result)),
         make_section("Why prompt tokens had to be computed", _why_table(result)),
         make_section("How this was measured", _method(result, command)),
@@ -73,9 +77,12 @@ def _headline(result: DemoResult) -> str:
     off, on = result.off, result.on
     loaded = sum(on.from_tiers.values())
     share = loaded / on.prompt_tokens if on.prompt_tokens else 0
+    lead = (
+        f"The GPU cache was too small for them: {loaded:,} tokens ({share:.0%}) came back from host memory."
+    )
     tiles = (
         ("time to first token, median", format_ms(off.ttft_ms(50)), format_ms(on.ttft_ms(50))),
-        ("time to first token, p99", format_ms(off.ttft_ms(99)), format_ms(on.ttft_ms(99))),
+        ("of turn 1, which is cold", *(format_ms(run.ttft_ms(50, to_turn=1)) for run in (off, on))),
         ("prompt tokens computed", f"{off.recomputed:,}", f"{on.recomputed:,}"),
         ("whole run", f"{off.wall_seconds:.1f} s", f"{on.wall_seconds:.1f} s"),
     )
@@ -83,9 +90,8 @@ def _headline(result: DemoResult) -> str:
 <p class="brand">kvtier demo</p>
 <h1>{_verdict(result)} <span class="model">{escape(describe_model(result))}</span></h1>
 {_badge(result)}
-<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too
-small for them: {loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.
-{_restarted(result)}{_caution(result)}</p>
+<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens.
+{escape(describe_fit(result)) or lead}{_restarted(result)}{_caution(result)}</p>
 <div class="tiles">{"".join(make_tile(*tile) for tile in tiles)}</div>
 </header>"""
 
@@ -113,6 +119,8 @@ def _verdict(result: DemoResult) -> str:
     speedup = result.ttft_speedup_p50
     if not result.identical:
         return "Tokens differ"
+    if result.fitted:
+        return "There was nothing to load"
     if speedup >= 1:
         return f"First token {speedup:.3g}× faster"
     return f"First token {1 / speedup:.3g}× slower" if speedup else "No first token"
@@ -150,7 +158,32 @@ def make_section(title: str, content: str) -> str:
 
 def _summary_table(result: DemoResult) -> str:
     rows = [(indent(row.label), row.off, row.on, row.change) for row in summarize(result)]
-    return make_table(("", "without kvtier", "with kvtier", ""), rows)
+    notes = "".join(f'<p class="soft">{escape(text)}</p>' for text in explain_figures(result))
+    return make_table(("", *OWN_RUNS.values(), ""), rows) + notes
+
+
+def _conversations(result: DemoResult) -> Iterator[str]:
+    """Yield the section of questions and answers, a card for each chat; nothing if tokens were random."""
+    if not result.texts:
+        return
+    was = {(request.conversation, request.turn): request.ttft for request in result.off.requests}
+    chats: dict[int, str] = {}
+    for request in sorted(result.on.requests, key=lambda request: (request.conversation, request.turn)):
+        turn = request.conversation, request.turn
+        question, answer = result.texts[turn]
+        loaded = sum(request.from_tiers.values())
+        source = f"{loaded:,} of {request.prompt_tokens:,} prompt tokens from the pool"
+        if not loaded:
+            source = f"{request.prompt_tokens:,} prompt tokens{', cold' if request.turn == 1 else ''}"
+        times = make_tile(source, format_ms(was[turn] * 1000), format_ms(request.ttft * 1000))
+        words = f'<p class="question">{escape(question)}</p><p>{escape(answer)}</p>'
+        chats[request.conversation] = chats.get(request.conversation, "") + words + times
+    cards = "".join(f"<figure><h2>Chat {number}</h2>{words}</figure>" for number, words in chats.items())
+    same = "They are the same without kvtier, token for token." if result.identical else "Tokens differ."
+    yield f"""<section><h2>Questions and answers</h2>
+<p class="soft">Each chat is about a chapter of its own. The answers are the model's with kvtier, up to the
+first full stop. {same} Below each: the time to first token without kvtier → with it.</p></section>
+<section class="plots">{cards}</section>"""
 
 
 def _restart(result: DemoResult) -> Iterator[str]:
@@ -258,19 +291,8 @@ def _request_table(result: DemoResult) -> str:
         )
         for number, (off, on) in enumerate(zip(result.off.requests, result.on.requests, strict=True), 1)
     ]
-    head = [
-        "#",
-        "conversation",
-        "turn",
-        "prompt",
-        "GPU",
-        "pool",
-        "recomputed",
-        "first token off",
-        "first token on",
-        "first miss",
-    ]
-    return make_table(head, rows, css="wide")
+    head = "#,conversation,turn,prompt,GPU,pool,recomputed,first token off,first token on,first miss"
+    return make_table(head.split(","), rows, css="wide")
 
 
 class _Html(str):
@@ -340,6 +362,9 @@ p { margin: 0 0 10px; }
 .tile strong { color: var(--on); }
 .was { color: var(--soft); }
 section, details { margin-top: 18px; }
+.question { font-weight: 650; margin: 14px 0 2px; }
+figure .tile { border: 0; border-left: 3px solid var(--cpu); border-radius: 0; padding: 0 0 0 12px; }
+figure .tile p.value { font-size: 16px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); gap: 18px; }
 figure { margin: 0; }
 figcaption p { color: var(--soft); font-size: 14px; margin: 0 0 8px; }
