@@ -24,6 +24,7 @@ def make(*arguments: str) -> str:
     "target",
     [
         "install",
+        "install-all",
         "demo",
         "test",
         "test-all",
@@ -31,6 +32,7 @@ def make(*arguments: str) -> str:
         "vllm",
         "test-vllm",
         "check",
+        "docs",
         "bench",
         "dist",
         "clean",
