@@ -1,4 +1,4 @@
-"""Follow the KV events of engines, ours, vLLM's or SGLang's, and know at any time whether the picture is exact.
+"""Follow the KV events of an engine (kvtier's, vLLM's or SGLang's) and know whether the picture is exact.
 
 python examples/follow_events.py tcp://127.0.0.1:5557 tcp://127.0.0.1:5558
 """
@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import argparse
 
-from kvtier.events import BlockRemoved, BlockStored, Received, Reset, Source, StateChanged, Subscriber
+from kvtier.events import (
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    Received,
+    Reset,
+    Source,
+    StateChanged,
+    Subscriber,
+)
 
 
 def main() -> None:
@@ -18,7 +27,8 @@ def main() -> None:
     args = parser.parse_args()
     held: set[int | bytes] = set()
     batches = 0
-    with Subscriber([Source("engine", args.endpoint, args.replay_endpoint)]) as subscriber:
+    engine = Source("engine", args.endpoint, args.replay_endpoint)
+    with Subscriber[DecodedBatch]([engine]) as subscriber:
         for update in subscriber:
             match update:
                 case Reset(source):

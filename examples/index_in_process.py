@@ -1,8 +1,8 @@
-"""Ask which worker holds the longest part of a prompt, from the events of each: the core of a KV-aware router.
+"""Ask which worker holds the longest part of a prompt, from the events of each: the core of a router.
 
     python examples/index_in_process.py
 
-`kvtier index serve` answers the same questions over HTTP, and docs/events.md feeds an index from live streams.
+`kvtier index serve` answers the same over HTTP, and docs/events.md feeds an index from live streams.
 """
 
 from __future__ import annotations

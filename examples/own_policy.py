@@ -1,9 +1,9 @@
-"""An eviction policy of your own: the chunk with the fewest uses leaves first, the oldest of those before others.
+"""An eviction policy of your own: the chunk with the fewest uses leaves first, the oldest of those first.
 
-    PYTHONPATH=examples kvtier config check settings.json    # with {"cpu": {..., "policy": "own_policy:FewestUses"}}
+    PYTHONPATH=examples vllm serve MODEL --kv-transfer-config '{...
+      "kv_connector_extra_config": {"cpu": {"capacity": "8GiB", "policy": "own_policy:FewestUses"}}}'
 
-In vLLM it is `"policy": "own_policy:FewestUses"` too, with the folder on PYTHONPATH. Test yours with
-`kvtier.testing.PolicySuite`, and see with examples/manager_alone.py what it finds.
+Test yours with `kvtier.testing.PolicySuite`; examples/manager_alone.py shows what it finds.
 """
 
 from __future__ import annotations

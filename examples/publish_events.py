@@ -1,9 +1,9 @@
-"""Publish the KV events of a cache of your own, as an engine does: any subscriber of vLLM's stream reads them.
+"""Publish the KV events of a cache of your own, as an engine does: subscribers of vLLM's stream read them.
 
     python examples/publish_events.py
     python examples/follow_events.py tcp://127.0.0.1:5557 tcp://127.0.0.1:5558    # in another terminal
 
-A subscriber may come late or miss batches: the publisher replays them, and marks prove that nothing is missing.
+A subscriber may come late or miss batches: it asks for them, and marks prove that nothing is missing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from kvtier.events import (
-    MEDIUM_CPU,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-    KVEventsConfig,
-    ZmqEventPublisher,
-)
+from kvtier import events
 from kvtier.keys import hash_blocks, hash_to_u64
 
 BLOCK_SIZE = 16
@@ -32,35 +25,30 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=60, help="how many to announce, one every --interval")
     parser.add_argument("--interval", type=float, default=1.0, help="in seconds")
     args = parser.parse_args()
-    config = KVEventsConfig(endpoint=args.endpoint, replay_endpoint=args.replay_endpoint, bind=True)
-    publisher = ZmqEventPublisher(data_parallel_rank=0, config=config)
+    config = events.KVEventsConfig(endpoint=args.endpoint, replay_endpoint=args.replay_endpoint, bind=True)
+    publisher = events.ZmqEventPublisher(data_parallel_rank=0, config=config)
     print(f"live at {publisher.endpoint}, replays at {publisher.replay_endpoint}", flush=True)
     try:
         for number in range(args.prompts):
-            events = [store(number), remove(number - 8)] if number >= 8 else [store(number)]
-            publisher.publish(KVEventBatch(ts=time.time(), events=events))
+            publisher.publish(events.KVEventBatch(ts=time.time(), events=changes(number)))
             time.sleep(args.interval)
     finally:
         publisher.shutdown()
 
 
-def store(number: int) -> BlockStored:
-    """Return the event that announces the blocks of a prompt, with its tokens."""
-    tokens = prompt(number)
-    return BlockStored(hashes(number), None, tokens, BLOCK_SIZE, None, MEDIUM_CPU, None)
+def changes(number: int) -> list[events.BlockStored | events.BlockRemoved | events.AllBlocksCleared]:
+    """Announce the blocks of a prompt; beyond eight prompts, take those of the oldest back."""
+    tokens, block_hashes = make_blocks(number)
+    stored = events.BlockStored(block_hashes, None, tokens, BLOCK_SIZE, None, events.MEDIUM_CPU, None)
+    if number < 8:
+        return [stored]
+    return [stored, events.BlockRemoved(make_blocks(number - 8)[1], events.MEDIUM_CPU)]
 
 
-def remove(number: int) -> BlockRemoved:
-    """Return the event that takes them back: the cache of this example holds eight prompts."""
-    return BlockRemoved(hashes(number), MEDIUM_CPU)
-
-
-def prompt(number: int) -> list[int]:
-    return [number * 1000 + position for position in range(4 * BLOCK_SIZE)]
-
-
-def hashes(number: int) -> list[int | bytes]:
-    return [hash_to_u64(block) for block in hash_blocks(prompt(number), BLOCK_SIZE)]
+def make_blocks(number: int) -> tuple[list[int], list[int | bytes]]:
+    """Return the tokens of a prompt, and the hashes of its blocks."""
+    tokens = [number * 1000 + position for position in range(4 * BLOCK_SIZE)]
+    return tokens, [hash_to_u64(block) for block in hash_blocks(tokens, BLOCK_SIZE)]
 
 
 if __name__ == "__main__":
