@@ -26,7 +26,7 @@ ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
 ALL := .venv/all.stamp
 VLLM := $(PEER_VENV)/vllm.stamp
-DOCS := .venv-docs/docs.stamp
+DOCS := .venv/docs.stamp
 BUILD := pyproject.toml $(wildcard src/kvtier/native/*.[ch])
 # What kvtier is developed with. Users have the torch of their engine, so pyproject.toml has no upper bound.
 TORCH := torch>=2.11,<2.14
@@ -79,7 +79,7 @@ check: $(DEV) ## Lint, format and type-check without changing anything.
 	$(BIN)/mypy
 
 docs: $(DOCS) ## Build the documentation as a site, into build/site. A broken link or reference is an error.
-	.venv-docs/bin/mkdocs build --strict --quiet
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/site
 
 bench: $(ALL) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPUs). Writes JSON to build/bench.
 	@mkdir -p $(RESULTS)
@@ -119,7 +119,7 @@ dist: | python ## Build an sdist and a wheel into dist/, and try both in empty e
 	  (cd build/dist; empty/bin/python -c 'import kvtier; print("'"$$file"'", kvtier.__version__)'; empty/bin/kvtier doctor); done
 
 clean: ## Remove everything that make made.
-	rm -rf .venv .venv-docs .venv-vllm .venv-vllm-* build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
+	rm -rf .venv .venv-vllm .venv-vllm-* build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -142,12 +142,8 @@ $(ALL): $(DEV)
 	$(BIN)/pip install -e '.[dev-all]' '$(TORCH)'
 	@touch $@
 
-# The pages are made from the sources without importing them, so neither kvtier nor torch is installed: only what the extra names.
-$(DOCS): pyproject.toml | python
-	$(PYTHON) -m venv .venv-docs
-	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], \
-	  sep="\n")' > .venv-docs/requirements.txt
-	.venv-docs/bin/pip install --quiet -r .venv-docs/requirements.txt
+$(DOCS): $(DEV)
+	$(BIN)/pip install -e '.[docs]' '$(TORCH)'
 	@touch $@
 
 without = echo "make: no $(1) for this machine; tests that need one are skipped" >&2
