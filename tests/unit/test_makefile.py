@@ -42,6 +42,16 @@ def test_help_lists_every_target(target: str) -> None:
     assert any(line.split()[:2] == ["make", target] for line in make("help").splitlines())
 
 
+def test_only_whole_suites_install_everything() -> None:
+    """A light install is quick; a suite that lacks a server skips tests, which nobody notices in CI."""
+    installs = {
+        target: make("--always-make", "--dry-run", target, "PYTHON=python3")
+        for target in ("install", "check", "test", "test-all", "servers")
+    }
+    whole = {target for target, commands in installs.items() if "install -e '.[dev-all]'" in commands}
+    assert whole == {"test", "test-all", "servers"}
+
+
 def test_every_c_file_rebuilds_the_environments() -> None:
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("*.[ch]")}
     assert sources
