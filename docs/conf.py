@@ -16,7 +16,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 default_role = "code"  # docstrings have `names` in single backticks
 myst_heading_anchors = 4
 autodoc_default_options = {"members": True, "show-inheritance": True}
+autoclass_content = "both"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 suppress_warnings = ["misc.highlighting_failure"]  # JSON with ... in it is for people
@@ -34,7 +36,7 @@ html_theme_options = {
 def as_rst(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Turn a docstring in place into what Sphinx reads: an indented block is code."""
     was_indented = False
-    for at in reversed(range(1, len(lines))):
+    for at in reversed(range(len(lines))):
         indented = lines[at].startswith("    ")
         if was_indented and lines[at] and not indented and not lines[at + 1]:
             lines[at + 1 : at + 1] = ["", "::"]
