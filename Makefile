@@ -129,13 +129,14 @@ python:
 	  "Install one, or name it: make PYTHON=/path/to/python" >&2; exit 2; }
 	@$(PYTHON) -c '$(USABLE)' || { echo "make: $(PYTHON) is not a Python >= 3.11 with venv" >&2; exit 2; }
 
+# To compile all of PyTorch takes longer than to unpack it; Python compiles what it imports.
 $(ENGINE): $(BUILD) | python
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e '.[engine]' '$(TORCH)'
+	$(BIN)/pip install --no-compile -e '.[engine]' '$(TORCH)'
 	@touch $@
 
 $(DEV): $(ENGINE)
-	$(BIN)/pip install -e '.[dev]' '$(TORCH)'
+	$(BIN)/pip install --no-compile -e '.[dev]' '$(TORCH)'
 	@touch $@
 
 $(ALL): $(DEV)
