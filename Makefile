@@ -27,15 +27,16 @@ DEV := .venv/dev.stamp
 ALL := .venv/all.stamp
 VLLM := $(PEER_VENV)/vllm.stamp
 DOCS := .venv/docs.stamp
+DEPLOY := .venv-deploy/deploy.stamp
 BUILD := pyproject.toml $(wildcard src/kvtier/native/*.[ch])
 # What kvtier is developed with. Users have the torch of their engine, so pyproject.toml has no upper bound.
 TORCH := torch>=2.11,<2.14
 SGLANG := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),$(addprefix $(PEER_VENV)/sglang/,0.5.9 0.5.23))
 RESULTS := build/bench
 # RUNLEVEL=1: nothing that is installed is started.
-DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 redis-server
+DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 redis-server prometheus
 
-.PHONY: help install install-all demo test test-all servers vllm vllm-oldest test-vllm test-vllm-oldest check docs bench bench-gpu dist clean
+.PHONY: help install install-all demo test test-all servers vllm vllm-oldest test-vllm test-vllm-oldest check docs deploy bench bench-gpu dist clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +82,11 @@ check: $(DEV) ## Lint, format and type-check without changing anything.
 docs: $(DOCS) ## Build the documentation as a site, into build/site. A broken link or reference is an error.
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/site
 
+# In an environment of its own: the validators bring their schemas, 170 MB.
+deploy: $(DEPLOY) ## Make the Grafana dashboard, and validate it and everything else in deploy/.
+	.venv-deploy/bin/python deploy/dashboard.py
+	.venv-deploy/bin/python -m pytest tests/unit/test_deploy.py $(ARGS)
+
 bench: $(ALL) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPUs). Writes JSON to build/bench.
 	@mkdir -p $(RESULTS)
 	$(PEER)/python benchmarks/keys.py --json $(RESULTS)/keys.json
@@ -119,7 +125,7 @@ dist: | python ## Build an sdist and a wheel into dist/, and try both in empty e
 	  (cd build/dist; empty/bin/python -c 'import kvtier; print("'"$$file"'", kvtier.__version__)'; empty/bin/kvtier doctor); done
 
 clean: ## Remove everything that make made.
-	rm -rf .venv .venv-vllm .venv-vllm-* build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
+	rm -rf .venv .venv-deploy .venv-vllm .venv-vllm-* build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -145,6 +151,11 @@ $(ALL): $(DEV)
 
 $(DOCS): $(DEV)
 	$(BIN)/pip install -e '.[docs]' '$(TORCH)'
+	@touch $@
+
+$(DEPLOY): $(BUILD) | python
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/pip install -e '.[deploy]'
 	@touch $@
 
 without = echo "make: no $(1) for this machine; tests that need one are skipped" >&2

@@ -10,6 +10,8 @@ from sphinx.application import Sphinx
 
 import kvtier
 
+REPOSITORY = "https://github.com/kvtier/kvtier"
+
 project, author, version = "kvtier", "kvtier contributors", kvtier.__version__
 copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
@@ -27,10 +29,16 @@ html_theme = "furo"
 html_title = f"kvtier {version}"
 html_copy_source = False
 html_theme_options = {
-    "source_repository": "https://github.com/kvtier/kvtier",
+    "source_repository": REPOSITORY,
     "source_branch": "main",
     "source_directory": "docs/",
 }
+
+
+def link_to_repository(app: Sphinx, page: str, source: list[str]) -> None:
+    """Make links to files beside docs/ lead to the repository: they are not pages of the site."""
+    if "/" not in page:
+        source[0] = source[0].replace("](../", f"]({REPOSITORY}/blob/main/")
 
 
 def as_rst(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -51,5 +59,6 @@ def skip_tests(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options:
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
+    app.connect("source-read", link_to_repository)
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("autodoc-skip-member", skip_tests)

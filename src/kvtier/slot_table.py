@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.policies import ARCPolicy, CachePolicy, LRUPolicy, Slots
+from kvtier.policies import ARCPolicy, CachePolicy, Ending, GittinsPolicy, LRUPolicy, Slots
 from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook, slot_array
 from kvtier.residency import MissReason, OffloadingEvent
 
@@ -39,9 +39,9 @@ NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 NO_USER = -1
 """A user that has stored no chunk: no string has this hash."""
 
-_OURS = LRUPolicy, ARCPolicy
-_QUESTIONS = "evict", "coldest", "ranked"
-_CALLS = "insert", "touch", "remove", "clear", "check", *_QUESTIONS
+_OURS = LRUPolicy, ARCPolicy, GittinsPolicy
+_QUESTIONS = "evict", "evict_for", "coldest", "ranked"
+_CALLS = "insert", "touch", "end_request", "remove", "clear", "check", *_QUESTIONS
 _RESTORE_SLICE = 16_384
 """Keys entered at once during a restore: some milliseconds in which no other thread runs."""
 _MOST_TICKS = 1 << 62
@@ -212,34 +212,47 @@ class SlotTable:
             self._free_doomed(slots, 0)
         return num_unpinned
 
-    def touch(self, slots: Slots, user: int = NO_USER) -> None:
+    def touch(self, slots: Slots, user: int = NO_USER, ending: Ending | None = None) -> None:
         """Record a use of held slots, ordered head to tail of a prefix.
 
-        A use by the `user` who stored a chunk only renews its recency.
+        A use by the `user` who stored a chunk only renews its recency. `ending` says how the request ended,
+        if it has.
         """
-        self._touch(slots, self._stored_by[slots] != user)
+        reused = self._stored_by[slots] != user
+        if ending is None:
+            self._touch(slots, reused)
+        else:
+            self._end_request(slots, reused, ending)
         if self._keeps_ticks:
             self._stamp(slots)
 
     # -- writing -----------------------------------------------------------------------------------
 
     def reserve(self, keys: list[OffloadKey], spared: Slots = NO_SLOTS) -> Reserved:
-        """Give slots to as many new keys as possible. Evicts other chunks if needed, but no spared slot."""
+        """Give slots to as many new keys as possible. Evicts other chunks if needed, but no spared slot.
+
+        The policy may refuse the last keys.
+        """
         num_free = self.num_free()
-        victims, evicted = self.make_room(len(keys) - num_free, spared)
+        victims, evicted = self.make_room(len(keys) - num_free, spared, keys)
         slots = self.take(keys[: num_free + len(evicted)])
         return Reserved(slots, evicted, victims)
 
-    def make_room(self, count: int, spared: Slots = NO_SLOTS) -> tuple[Slots, list[OffloadKey]]:
-        """Evict up to `count` chunks, none of them in a spared slot; return their slots and their keys."""
+    def make_room(
+        self, count: int, spared: Slots = NO_SLOTS, newcomers: list[OffloadKey] | None = None
+    ) -> tuple[Slots, list[OffloadKey]]:
+        """Evict up to `count` chunks, none of them in a spared slot; return their slots and their keys.
+
+        With `newcomers`, the policy may find that the last of them are not worth it, and evict fewer.
+        """
         if count <= 0:
             return NO_SLOTS, []
         if not len(spared):
-            return self._evict(count)
+            return self._evict(count, newcomers)
         hidden = spared[self.evictable[spared]]
         self.evictable[hidden] = False
         try:
-            return self._evict(count)
+            return self._evict(count, newcomers)
         finally:
             self.evictable[hidden] = True
 
@@ -256,8 +269,11 @@ class SlotTable:
             self._stamp(slots)
         return slots
 
-    def _evict(self, count: int) -> tuple[Slots, list[OffloadKey]]:
-        victims = self._choose_victims(count, self.evictable, self.keys)
+    def _evict(self, count: int, newcomers: list[OffloadKey] | None) -> tuple[Slots, list[OffloadKey]]:
+        if newcomers is None:
+            victims = self._choose_victims(count, self.evictable, self.keys)
+        else:
+            victims = self._choose_for(newcomers, count, self.evictable, self.keys)
         keys = self._book.release(victims) if len(victims) <= count else None
         if keys is not None:
             return victims, keys
@@ -265,7 +281,7 @@ class SlotTable:
         if type(self.policy) in _OURS:
             raise IntegrityError(f"policy {type(self.policy).__qualname__}: {wrong}")
         self._replace_policy("evict", wrong)
-        return self._evict(count)
+        return self._evict(count, newcomers)
 
     def complete(self, keys: list[OffloadKey]) -> list[OffloadKey] | None:
         """End the writing of keys and return those that were being written.
@@ -341,8 +357,12 @@ class SlotTable:
         self.policy = policy
         is_ours = type(policy) in _OURS
         calls = (getattr(policy, name) if is_ours else partial(self._ask, name) for name in _CALLS)
-        self._insert, self._touch, self._remove, self._clear, self._check, *questions = calls
-        self._choose_victims, self._coldest, self._ranked = questions
+        self._insert, self._touch, self._end_request, self._remove, self._clear, *rest = calls
+        self._check, self._choose_victims, self._choose_for, self._coldest, self._ranked = rest
+        if type(policy).end_request is CachePolicy.end_request:
+            self._end_request = lambda slots, reused, _ending: self._touch(slots, reused)
+        if type(policy).evict_for is CachePolicy.evict_for:
+            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args)
 
     def _ask(self, call: str, *args: Any) -> Any:
         """Call a policy of another package, with copies of arrays: the originals belong to transfers too.

@@ -57,12 +57,17 @@ class TestARC(PolicySuite):
         return make_policy("arc", capacity)
 
 
+class TestGittins(PolicySuite):
+    def make(self, capacity: int) -> CachePolicy:
+        return make_policy("gittins", capacity)
+
+
 class TestFIFO(PolicySuite):
     def make(self, capacity: int) -> CachePolicy:
         return make_policy(f"{__name__}:FIFO", capacity)
 
 
-@pytest.mark.parametrize("name", ["lru", "arc"])
+@pytest.mark.parametrize("name", ["lru", "arc", "gittins"])
 def test_the_coldest_are_found_without_ranking_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is written ahead of evictions asks every few steps, of a pool of many slots."""
     policy, evictable = make_policy(name, 64), np.ones(64, dtype=np.bool_)
@@ -105,7 +110,7 @@ def registered() -> Iterator[str]:
 def test_policies_are_found_by_name(registered: str) -> None:
     found = make_policy(registered, 3)
     assert isinstance(found, FIFO)
-    assert {"lru", "arc", registered} <= set(policy_names())
+    assert {"lru", "arc", "gittins", registered} <= set(policy_names())
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_whole_prompt_is_loaded_and_its_last_token_computed(layers: Sequence[L
 
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("rows", [0, 1, 8])
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 def test_a_pool_of_any_size_serves(layers: Sequence[LayerKind], rows: int, policy: str) -> None:
     """Nothing, one chunk, and a pool that is always full, beside a cache that is always full too."""
     num_blocks = 36 if STATE in layers else 24

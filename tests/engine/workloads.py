@@ -95,7 +95,7 @@ class Workload:
 
     @property
     def policy(self) -> str:
-        return ("lru", "arc")[self.seed % 2]
+        return ("lru", "arc", "gittins")[self.seed % 3]
 
 
 @dataclass

@@ -100,7 +100,7 @@ class Scenario:
         settings = {
             "cpu": {
                 "capacity": random.choice((4, 16, 64, 64)) * 4096,
-                "policy": random.choice(("lru", "arc")),
+                "policy": random.choice(("lru", "arc", "gittins")),
             },
             "blocks_per_chunk": random.choice((1, 1, 2)),
             "load_deadline": 0.02,

@@ -70,10 +70,13 @@ class DiskScenario(TieredScenario):
         }
         disk |= {
             "write": random.choice(("through", "through", "evict")),
-            "policy": random.choice(("lru", "arc")),
+            "policy": random.choice(("lru", "arc", "gittins")),
         }
         self.settings = {
-            "cpu": {"capacity": random.choice((4, 16, 24)) * 4096, "policy": random.choice(("lru", "arc"))},
+            "cpu": {
+                "capacity": random.choice((4, 16, 24)) * 4096,
+                "policy": random.choice(("lru", "arc", "gittins")),
+            },
             "blocks_per_chunk": random.choice((1, 1, 2)),
             "load_deadline": random.choice((0.05, 0.2)),
             "store_deadline": 0.2,

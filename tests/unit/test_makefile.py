@@ -33,6 +33,7 @@ def make(*arguments: str) -> str:
         "test-vllm",
         "check",
         "docs",
+        "deploy",
         "bench",
         "dist",
         "clean",

@@ -155,13 +155,14 @@ def churn_ghosts(churn: Churn, capacity: int, operations: int) -> None:
     from kvtier.native._slots import GhostLists
     from kvtier.policies.slots import PythonGhosts
 
-    one, other = GhostLists(capacity), PythonGhosts(capacity)
+    one, other = GhostLists(capacity, 2), PythonGhosts(capacity, 2)
     model: dict[bytes, tuple[int, int]] = {}
     told = [0, 0]
 
     def recall(key: bytes) -> int:
         which, number = model.pop(key, (-1, 0))
-        return which if which >= 0 and number > told[which] - capacity else -1
+        known = which >= 0 and number > told[which] - capacity
+        return which * capacity + (number - 1) % capacity if known else -1
 
     while churn.operations < operations:
         keys = churn.some()

@@ -16,7 +16,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ours_are_there() -> None:
-    assert policy_names() == ["arc", "lru"]
+    assert policy_names() == ["arc", "gittins", "lru"]
     assert type(make_policy("lru", 2)) is LRUPolicy
     assert type(make_policy("arc", 2)) is ARCPolicy
     assert make_policy("kvtier.policies:ARCPolicy", 7).capacity == 7

@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.keys import OffloadKey
-from kvtier.policies.slots import ABSENT, WRITING, PythonBook, PythonGhosts, PythonRecency
+from kvtier.policies.slots import (
+    ABSENT,
+    WRITING,
+    PythonBook,
+    PythonClassLists,
+    PythonGhosts,
+    PythonRecency,
+)
 
 _slots = pytest.importorskip("kvtier.native._slots", reason="kvtier.native._slots was not compiled here")
 
@@ -281,38 +288,90 @@ class TestRecency:
 
 
 class TestGhosts:
-    @given(st.integers(0, 4), st.lists(st.tuples(st.sampled_from((0, 1, 2)), keys), max_size=40))
+    @given(st.integers(0, 4), st.lists(st.tuples(st.sampled_from((0, 1, 2, 3)), keys), max_size=40))
     @settings(deadline=None)
     def test_c_and_python_agree(self, capacity: int, calls: list[tuple[int, list[OffloadKey]]]) -> None:
-        one, other = _slots.GhostLists(capacity), PythonGhosts(capacity)
+        one, other = _slots.GhostLists(capacity, 2), PythonGhosts(capacity, 2)
         for which, batch in calls:
             if which < 2:
-                one.remember(which, batch)
-                other.remember(which, batch)
+                assert plain(one.remember(which, batch)) == plain(other.remember(which, batch))
+            elif which == 2:
+                assert plain(one.find(batch)) == plain(other.find(batch))
             else:
                 assert plain(one.recall(batch)) == plain(other.recall(batch))
             assert one.sizes() == other.sizes()
             assert max(one.sizes()) <= capacity
 
-    @pytest.mark.parametrize("ghosts", [_slots.GhostLists(2), PythonGhosts(2)])
+    @pytest.mark.parametrize("ghosts", [_slots.GhostLists(2, 2), PythonGhosts(2, 2)])
     def test_the_oldest_is_forgotten_and_a_key_comes_back_once(self, ghosts: Any) -> None:
         ghosts.remember(0, [b"a", b"b", b"c"])
         ghosts.remember(1, [b"d"])
         assert ghosts.sizes() == (2, 1)
-        assert ghosts.recall([b"a", b"b", b"d", b"b"]).tolist() == [ABSENT, 0, 1, ABSENT]
+        assert ghosts.find([b"a", b"b", b"d", b"b"]).tolist() == [ABSENT, 1, 2, 1]
+        assert ghosts.recall([b"a", b"b", b"d", b"b"]).tolist() == [ABSENT, 1, 2, ABSENT]
         assert ghosts.recall([b"a", b"b", b"d"]) is None
         assert ghosts.sizes() == (1, 0)
 
     def test_nonsense_is_refused(self) -> None:
-        ghosts = _slots.GhostLists(4)
+        ghosts = _slots.GhostLists(4, 2)
         ghosts.remember(0, [b"a"])
-        with pytest.raises(ValueError, match="list 0 or 1"):
+        with pytest.raises(ValueError, match="one of 2 lists"):
             ghosts.remember(2, [b"b"])
+        with pytest.raises(ValueError, match="1 or 2 lists"):
+            _slots.GhostLists(4, 3)
         for bad in (None, [b"a", None]):
             with pytest.raises(TypeError):
                 ghosts.recall(bad)
             with pytest.raises(TypeError):
                 ghosts.remember(0, bad)
+
+
+class TestClassLists:
+    @given(st.randoms(use_true_random=False), st.integers(0, 12), st.integers(1, 4))
+    @settings(deadline=None)
+    def test_c_and_python_agree(self, rng: Any, capacity: int, num_classes: int) -> None:
+        one, other = _slots.ClassLists(capacity, num_classes), PythonClassLists(capacity, num_classes)
+        stamps, now, num_bins = np.zeros(capacity), 0.0, rng.randint(1, 5)
+        for _ in range(12):
+            now += rng.choice((0.0, 0.5, 3.0))
+            slots = array(rng.sample(range(capacity), rng.randint(0, capacity)))
+            if rng.random() < 0.7:
+                classes = array([rng.randrange(num_classes) for _ in slots])
+                stamps[slots] = now
+                one.use(slots, classes)
+                other.use(slots, classes)
+            else:
+                one.drop(slots)
+                other.drop(slots)
+            allowed = np.array([rng.random() < 0.8 for _ in range(capacity)], dtype=np.bool_)
+            bounds = np.append(np.inf, now - np.sort([rng.uniform(0, 6) for _ in range(num_bins - 1)]))
+            indices = np.array([rng.choice((0.1, 0.2, 0.3)) for _ in range(num_classes * num_bins)])
+            ranking = rng.randint(-1, capacity + 1), allowed, stamps, bounds, indices
+            assert one.order(*ranking).tolist() == other.order(*ranking).tolist()
+            assert len(one) == len(other)
+
+    def test_nonsense_is_refused(self) -> None:
+        lists, flags, times = _slots.ClassLists(4, 2), np.ones(4, dtype=np.bool_), np.zeros(4)
+        lists.use(array([0, 1]), array([0, 1]))
+        with pytest.raises(IndexError, match="slots from 0 to 3"):
+            lists.use(array([4]), array([0]))
+        with pytest.raises(IndexError, match="slots from 0 to 1"):
+            lists.use(array([0]), array([2]))
+        with pytest.raises(ValueError, match="a class for each slot"):
+            lists.use(array([0, 1]), array([0]))
+        with pytest.raises(ValueError, match="1 to 255 classes"):
+            _slots.ClassLists(4, 0)
+        for bad in (
+            (1, flags[:3], times, np.zeros(1), np.zeros(2)),
+            (1, flags, times[:3], np.zeros(1), np.zeros(2)),
+            (1, flags, times, np.zeros(0), np.zeros(2)),
+            (1, flags, times, np.zeros(2), np.zeros(3)),
+        ):
+            with pytest.raises(ValueError, match="a flag and a time for each slot"):
+                lists.order(*bad)
+        with pytest.raises(TypeError):
+            lists.order(1, flags)
+        assert lists.order(9, flags, times, np.zeros(1), np.zeros(2)).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("book", [PythonBook, _slots.SlotBook])

@@ -28,6 +28,7 @@ from kvtier.errors import InputError
 from kvtier.events.tracker import Describe
 from kvtier.events.types import KVCacheEvent
 from kvtier.offload.base import OffloadingSpec, OffloadingSpecFactory
+from kvtier.policies import UNKNOWN_ENDING
 
 if TYPE_CHECKING:
     import torch
@@ -100,13 +101,13 @@ class OffloadingConnector:
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished(
-        self, request: RequestView, block_ids: BlockIds | None = None
+        self, request: RequestView, block_ids: BlockIds | None = None, how: str = UNKNOWN_ENDING.how
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request.
+        """End a request. `how` it ended is one of `kvtier.policies.base.ENDINGS`, if the engine knows.
 
         `True` means that its blocks must be kept, and its id not reused, until an output names it.
         """
-        return self._scheduler.request_finished(request, block_ids)
+        return self._scheduler.request_finished(request, block_ids, how)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Take the events of changes in the tiers since the last call."""

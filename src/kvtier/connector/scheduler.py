@@ -67,6 +67,7 @@ from kvtier.events.types import KVCacheEvent
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import OffloadingSpec, ReadLease, ReqContext, WriteLease
 from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.policies import UNKNOWN_ENDING, Ending
 from kvtier.residency import MissReason
 from kvtier.transfer.base import TransferResult
 
@@ -321,6 +322,8 @@ class OffloadingConnectorScheduler:
         if output is None:
             state.retry_store_at, state.next_offer = self._blocks.step + _STORE_RETRY_STEPS, 0
             return None
+        if output.not_worth:
+            state.store_limit = 0  # chunks behind one that is not kept could not be loaded
         for group, chunks in zip(state.groups, wanted, strict=True):
             if chunks:
                 group.next_store = max(chunks.values()) + 1
@@ -501,9 +504,9 @@ class OffloadingConnectorScheduler:
     # -- ending ------------------------------------------------------------------------------------
 
     def request_finished(
-        self, request: RequestView, block_ids: BlockIds | None = None
+        self, request: RequestView, block_ids: BlockIds | None = None, how: str = UNKNOWN_ENDING.how
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request, in whatever state it is.
+        """End a request, in whatever state it is. `how` is one of `kvtier.policies.base.ENDINGS`.
 
         `True` means that its blocks must stay until an output names it: in `finished_recving` if a load
         runs, else in `finished_sending`.
@@ -515,6 +518,7 @@ class OffloadingConnectorScheduler:
         self._prefill.discard(request.request_id)
         if state.has_run:  # else it has used nothing; thousands that wait may be cancelled in one step
             state.extend_keys()
+            state.context.ending = Ending(request.num_tokens - request.num_prompt_tokens, how)
             self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
         if state.load_job is None and state.store_jobs:

@@ -1,7 +1,8 @@
 /* The classes of `kvtier.policies.slots` without a Python call for each chunk: which chunk is in which slot
- * (SlotBook), keys that were evicted (GhostLists), slots in order of use (RecencyList). This module is
- * optional: where it was not compiled, the classes Python… of that module do the same. Their docstrings say
- * what each method promises. tests/unit/test_slots.py compares the two.
+ * (SlotBook), keys that were evicted (GhostLists), slots in order of use (RecencyList), and the same for
+ * several classes of slots (ClassLists). This module is optional: where it was not compiled, the classes
+ * Python… of that module do the same. Their docstrings say what each method promises.
+ * tests/unit/test_slots.py compares the two.
  *
  * The keys of a prompt are a thousand lookups in cold memory. They are looked up a few at a time, and the
  * memory that they need is prefetched, so that they wait for it together and not one after the other. A
@@ -281,7 +282,7 @@ static void fetch_ahead(const Map *map, const Array *slots, Py_ssize_t start) {
     }
 }
 
-/* -- shared by the three classes ------------------------------------------------------------------------ */
+/* -- shared by the classes ------------------------------------------------------------------------------ */
 
 /* Append to a list. If that fails, the list becomes NULL, with an exception set. A NULL list stays NULL. */
 static inline void append(PyObject **list, PyObject *key) {
@@ -694,13 +695,13 @@ static PyType_Slot book_slots[] = {
 static PyType_Spec book_spec = {"kvtier.native._slots.SlotBook", sizeof(Book), 0, Py_TPFLAGS_DEFAULT,
                                 book_slots};
 
-/* -- GhostLists: keys that were evicted from two lists -------------------------------------------------- */
+/* -- GhostLists: keys that were evicted from one list or two -------------------------------------------- */
 
-/* A ring of hashes for each list; a slot is a place in one of the rings. Keys are told apart by 64 bits of a
+/* A ring of hashes for each list; a slot is a position in one of the rings. Keys are told apart by 64 bits of a
  * secret hash. No key has to be kept alive, and a collision, one in 2^64, costs a policy one bad guess. */
 typedef struct {
     PyObject_HEAD
-    Py_ssize_t capacity, next[2], sizes[2];
+    Py_ssize_t capacity, num_lists, next[2], sizes[2];
     Table table;
     uint64_t *hashes; /* by slot; 0: no key */
 } Ghosts;
@@ -720,7 +721,8 @@ static void forget_ghost(Ghosts *self, int32_t slot) {
     self->sizes[slot >= self->capacity]--;
 }
 
-static void add_ghost(Ghosts *self, Py_ssize_t which, uint64_t hash) {
+/* Add a key to a list that has room for one at least, and return its slot. */
+static int32_t add_ghost(Ghosts *self, Py_ssize_t which, uint64_t hash) {
     int32_t slot = (int32_t)(which * self->capacity + self->next[which]), known = find_ghost(self, hash);
     if (known != NONE) forget_ghost(self, known);
     if (self->hashes[slot] != 0) forget_ghost(self, slot);
@@ -728,6 +730,7 @@ static void add_ghost(Ghosts *self, Py_ssize_t which, uint64_t hash) {
     self->hashes[slot] = hash;
     self->sizes[which]++;
     if (++self->next[which] == self->capacity) self->next[which] = 0;
+    return slot;
 }
 
 /* Prefetch the memory needed to forget the ghosts that `count` new ones overwrite. */
@@ -738,30 +741,35 @@ static void fetch_oldest(const Ghosts *self, Py_ssize_t which, Py_ssize_t count)
     }
 }
 
+/* Make an answer in which no key is known yet. */
+static PyObject *new_answer(Py_ssize_t count, Array *out) {
+    PyObject *slots = new_slots(count, out);
+    for (Py_ssize_t i = 0; slots != NULL && i < count; i++) set(out, i, NONE);
+    return slots;
+}
+
 static PyObject *ghosts_remember(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     Ghosts *self = (Ghosts *)object;
+    Array out;
     Some some;
     Py_ssize_t start = 0, count, which;
-    if (read_pair(args, num_args, &which) < 0) return NULL;
-    if (which < 0 || which > 1)
-        return PyErr_Format(PyExc_ValueError, "expected list 0 or 1, got %zd", which);
+    if (read_pair(args, num_args, &which) < 0 || (count = count_keys(args[1])) < 0) return NULL;
+    if (which < 0 || which >= self->num_lists)
+        return PyErr_Format(PyExc_ValueError, "expected one of %zd lists, got %zd", self->num_lists, which);
+    PyObject *slots = new_answer(count, &out);
+    if (slots == NULL) return NULL;
     for (; (count = hash_some(&self->table, args[1], start, some.keys, some.hashes)) > 0; start += count) {
         fetch_oldest(self, which, count);
-        for (Py_ssize_t i = 0; i < count && self->capacity > 0; i++) add_ghost(self, which, some.hashes[i]);
+        for (Py_ssize_t i = 0; i < count && self->capacity > 0; i++) {
+            set(&out, start + i, add_ghost(self, which, some.hashes[i]));
+        }
     }
-    return count < 0 ? NULL : Py_NewRef(Py_None);
+    return leading_part(slots, &out, count < 0 ? -1 : start);
 }
 
-/* Make the answer of `recall` in which no key is known yet. */
-static PyObject *new_answer(Py_ssize_t count, Array *out) {
-    PyObject *lists = new_slots(count, out);
-    for (Py_ssize_t i = 0; lists != NULL && i < count; i++) set(out, i, NONE);
-    return lists;
-}
-
-static PyObject *ghosts_recall(PyObject *object, PyObject *keys) {
-    Ghosts *self = (Ghosts *)object;
-    PyObject *lists = NULL; /* made at the first known key; most often there is none */
+/* Return the slot of each key, and forget the keys if they are `taken`; None if all keys are unknown. */
+static PyObject *find_ghosts(Ghosts *self, PyObject *keys, int taken) {
+    PyObject *slots = NULL; /* made at the first known key; most often there is none */
     Array out;
     Some some;
     Py_ssize_t start = 0, count;
@@ -769,14 +777,17 @@ static PyObject *ghosts_recall(PyObject *object, PyObject *keys) {
         for (Py_ssize_t i = 0; i < count; i++) {
             int32_t slot = find_ghost(self, some.hashes[i]);
             if (slot == NONE) continue;
-            if (lists == NULL && (lists = new_answer(PyList_Size(keys), &out)) == NULL) return NULL;
-            set(&out, start + i, slot >= self->capacity);
-            forget_ghost(self, slot);
+            if (slots == NULL && (slots = new_answer(PyList_Size(keys), &out)) == NULL) return NULL;
+            set(&out, start + i, slot);
+            if (taken) forget_ghost(self, slot);
         }
     }
-    if (lists != NULL) return leading_part(lists, &out, count < 0 ? -1 : start);
+    if (slots != NULL) return leading_part(slots, &out, count < 0 ? -1 : start);
     return count < 0 ? NULL : Py_NewRef(Py_None);
 }
+
+static PyObject *ghosts_find(PyObject *self, PyObject *keys) { return find_ghosts((Ghosts *)self, keys, 0); }
+static PyObject *ghosts_recall(PyObject *self, PyObject *keys) { return find_ghosts((Ghosts *)self, keys, 1); }
 
 static PyObject *ghosts_sizes(PyObject *object, PyObject *unused) {
     (void)unused;
@@ -791,14 +802,17 @@ static void ghosts_dealloc(PyObject *object) {
 }
 
 static PyObject *ghosts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Py_ssize_t capacity;
+    Py_ssize_t capacity, num_lists;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "n", &capacity) || check_capacity(capacity) < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "nn", &capacity, &num_lists) || check_capacity(capacity) < 0) return NULL;
+    if (num_lists < 1 || num_lists > 2)
+        return PyErr_Format(PyExc_ValueError, "expected 1 or 2 lists, got %zd", num_lists);
     Ghosts *self = (Ghosts *)new_object(type);
     if (self == NULL) return NULL;
     self->capacity = capacity;
-    self->hashes = PyMem_Calloc(2 * (size_t)capacity + 1, sizeof *self->hashes);
-    if (make_table(&self->table, 2 * capacity) < 0 || self->hashes == NULL) {
+    self->num_lists = num_lists;
+    self->hashes = PyMem_Calloc((size_t)(num_lists * capacity) + 1, sizeof *self->hashes);
+    if (make_table(&self->table, num_lists * capacity) < 0 || self->hashes == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -807,6 +821,7 @@ static PyObject *ghosts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static PyMethodDef ghosts_methods[] = {
     {"remember", (PyCFunction)(void (*)(void))ghosts_remember, METH_FASTCALL, NULL},
+    {"find", ghosts_find, METH_O, NULL},
     {"recall", ghosts_recall, METH_O, NULL},
     {"sizes", ghosts_sizes, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -980,6 +995,224 @@ static PyType_Slot recency_slots[] = {
 static PyType_Spec recency_spec = {"kvtier.native._slots.RecencyList", sizeof(Recency), 0,
                                    Py_TPFLAGS_DEFAULT, recency_slots};
 
+/* -- ClassLists: slots of several classes, each in order of use ------------------------------------------ */
+
+/* A ring of links for each class, as in RecencyList: the link of class c has the index `capacity + c`. */
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t capacity, num_classes, length;
+    int32_t *newer, *older;
+} Classes;
+
+static void unlink_classed(Classes *self, int32_t slot) {
+    self->newer[self->older[slot]] = self->newer[slot];
+    self->older[self->newer[slot]] = self->older[slot];
+    self->newer[slot] = NONE;
+    self->length--;
+}
+
+static void link_classed(Classes *self, int32_t slot, int32_t end) {
+    int32_t newest = self->older[end];
+    self->older[slot] = newest;
+    self->newer[slot] = end;
+    self->newer[newest] = slot;
+    self->older[end] = slot;
+    self->length++;
+}
+
+static PyObject *classes_use(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Classes *self = (Classes *)object;
+    Array slots, classes;
+    if (num_args != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
+    if (borrow_slots(args[0], 0, self->capacity, &slots) < 0) return NULL;
+    if (borrow_slots(args[1], 0, self->num_classes, &classes) < 0) {
+        give_back(&slots);
+        return NULL;
+    }
+    int fits = classes.count == slots.count;
+    for (Py_ssize_t i = slots.count - 1; fits && i >= 0; i--) {
+        int32_t slot = (int32_t)get(&slots, i);
+        if (self->newer[slot] != NONE) unlink_classed(self, slot);
+        link_classed(self, slot, (int32_t)(self->capacity + get(&classes, i)));
+    }
+    give_back(&slots);
+    give_back(&classes);
+    if (fits) return Py_NewRef(Py_None);
+    return PyErr_Format(PyExc_ValueError, "expected a class for each slot");
+}
+
+static PyObject *drop_classed(void *object, const Array *slots) {
+    Classes *self = object;
+    for (Py_ssize_t i = 0; i < slots->count; i++) {
+        int32_t slot = (int32_t)get(slots, i);
+        if (self->newer[slot] != NONE) unlink_classed(self, slot);
+    }
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *classes_drop(PyObject *self, PyObject *slots) {
+    return with_slots(drop_classed, self, slots, 0, ((Classes *)self)->capacity);
+}
+
+/* What `order` reads: which slots are allowed, when each was used, the youngest age of each bin as a time,
+ * and the index of each class in each bin, class by class. */
+typedef struct {
+    Array allowed, stamps, bounds, indices;
+} Ranking;
+
+static inline double number(const Array *array, Py_ssize_t i) {
+    return *(double *)(array->data + i * array->stride);
+}
+
+/* Return the last bin whose bound is not before the stamp; bounds go back in time. */
+static Py_ssize_t bin_of(const Ranking *by, double stamp) {
+    Py_ssize_t low = 0, high = by->bounds.count - 1;
+    while (low < high) {
+        Py_ssize_t middle = (low + high + 1) / 2;
+        if (stamp <= number(&by->bounds, middle)) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+/* The oldest slot of a class that may be listed next, its stamp, and its index. */
+typedef struct {
+    int32_t slot; /* the link of the class if no slot is left */
+    double stamp, index;
+} Oldest;
+
+/* Go on to the next allowed slot of a class. */
+static void find_oldest(const Classes *self, const Ranking *by, Py_ssize_t class, Oldest *oldest) {
+    int32_t end = (int32_t)(self->capacity + class);
+    while (oldest->slot != end && !*flag(&by->allowed, oldest->slot)) oldest->slot = self->newer[oldest->slot];
+    if (oldest->slot == end) return;
+    oldest->stamp = number(&by->stamps, oldest->slot);
+    oldest->index = number(&by->indices, class * by->bounds.count + bin_of(by, oldest->stamp));
+}
+
+/* List slots of a class as long as their index stays the same; return how many are listed then. */
+static Py_ssize_t list_run(const Classes *self, const Ranking *by, Py_ssize_t class, Oldest *oldest,
+                           const Array *out, Py_ssize_t done) {
+    int32_t end = (int32_t)(self->capacity + class), slot = oldest->slot;
+    double until = number(&by->bounds, bin_of(by, oldest->stamp));
+    for (; slot != end && done < out->count && number(&by->stamps, slot) <= until; slot = self->newer[slot]) {
+        if (*flag(&by->allowed, slot)) set(out, done++, slot);
+    }
+    oldest->slot = slot;
+    find_oldest(self, by, class, oldest);
+    return done;
+}
+
+/* Return the class whose oldest slot has the lowest index, and of these the oldest; NONE if none is left. */
+static Py_ssize_t lowest_class(const Classes *self, const Oldest *oldest) {
+    Py_ssize_t best = NONE;
+    for (Py_ssize_t class = 0; class < self->num_classes; class++) {
+        const Oldest *some = oldest + class;
+        if (some->slot == self->capacity + class) continue;
+        if (best == NONE || some->index < oldest[best].index ||
+            (some->index == oldest[best].index && some->stamp < oldest[best].stamp)) best = class;
+    }
+    return best;
+}
+
+static Py_ssize_t list_in_order(const Classes *self, const Ranking *by, const Array *out) {
+    Oldest *oldest = PyMem_Malloc((size_t)self->num_classes * sizeof *oldest);
+    Py_ssize_t done = 0, best;
+    if (oldest == NULL) return -1;
+    for (Py_ssize_t class = 0; class < self->num_classes; class++) {
+        oldest[class].slot = self->newer[self->capacity + class];
+        find_oldest(self, by, class, oldest + class);
+    }
+    while (done < out->count && (best = lowest_class(self, oldest)) != NONE) {
+        done = list_run(self, by, best, oldest + best, out, done);
+    }
+    PyMem_Free(oldest);
+    return done;
+}
+
+static int borrow_ranking(const Classes *self, PyObject *const *args, Ranking *by) {
+    if (borrow(args[0], 1, 0, &by->allowed) < 0) return -1;
+    if (borrow(args[1], 8, 0, &by->stamps) == 0) {
+        if (borrow(args[2], 8, 0, &by->bounds) == 0) {
+            if (borrow(args[3], 8, 0, &by->indices) == 0) {
+                if (by->allowed.count >= self->capacity && by->stamps.count >= self->capacity &&
+                    by->bounds.count > 0 && by->indices.count >= self->num_classes * by->bounds.count) return 0;
+                PyErr_SetString(PyExc_ValueError, "expected a flag and a time for each slot, and an index for "
+                                                  "each class and bin");
+                give_back(&by->indices);
+            }
+            give_back(&by->bounds);
+        }
+        give_back(&by->stamps);
+    }
+    give_back(&by->allowed);
+    return -1;
+}
+
+static PyObject *classes_order(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Classes *self = (Classes *)object;
+    Ranking by;
+    Array out;
+    if (num_args != 5) return PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", num_args);
+    Py_ssize_t count = PyLong_AsSsize_t(args[0]);
+    if ((count == -1 && PyErr_Occurred()) || borrow_ranking(self, args + 1, &by) < 0) return NULL;
+    if (count > self->length) count = self->length;
+    PyObject *slots = new_slots(count < 0 ? 0 : count, &out);
+    if (slots != NULL) {
+        Py_ssize_t done = list_in_order(self, &by, &out);
+        if (done < 0) PyErr_NoMemory();
+        slots = leading_part(slots, &out, done);
+    }
+    give_back(&by.allowed);
+    give_back(&by.stamps);
+    give_back(&by.bounds);
+    give_back(&by.indices);
+    return slots;
+}
+
+static Py_ssize_t classes_length(PyObject *self) { return ((Classes *)self)->length; }
+
+static void classes_dealloc(PyObject *object) {
+    PyMem_Free(((Classes *)object)->newer);
+    PyMem_Free(((Classes *)object)->older);
+    free_object(object);
+}
+
+static PyObject *classes_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Py_ssize_t capacity, num_classes;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "nn", &capacity, &num_classes) || check_capacity(capacity) < 0) return NULL;
+    if (num_classes < 1 || num_classes > 255)
+        return PyErr_Format(PyExc_ValueError, "expected 1 to 255 classes, got %zd", num_classes);
+    Classes *self = (Classes *)new_object(type);
+    if (self == NULL) return NULL;
+    size_t links = (size_t)(capacity + num_classes);
+    self->capacity = capacity;
+    self->num_classes = num_classes;
+    self->newer = PyMem_Malloc(links * sizeof *self->newer);
+    self->older = PyMem_Malloc(links * sizeof *self->older);
+    if (self->newer == NULL || self->older == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t slot = 0; slot < capacity; slot++) self->newer[slot] = NONE;
+    for (size_t end = (size_t)capacity; end < links; end++) self->newer[end] = self->older[end] = (int32_t)end;
+    return (PyObject *)self;
+}
+
+static PyMethodDef classes_methods[] = {
+    {"use", (PyCFunction)(void (*)(void))classes_use, METH_FASTCALL, NULL},
+    {"drop", classes_drop, METH_O, NULL},
+    {"order", (PyCFunction)(void (*)(void))classes_order, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot classes_slots[] = {
+    {Py_tp_new, classes_new},       {Py_tp_dealloc, classes_dealloc}, {Py_tp_methods, classes_methods},
+    {Py_mp_length, classes_length}, {0, NULL},
+};
+static PyType_Spec classes_spec = {"kvtier.native._slots.ClassLists", sizeof(Classes), 0, Py_TPFLAGS_DEFAULT,
+                                   classes_slots};
+
 /* -- the module ----------------------------------------------------------------------------------------- */
 
 static int add_type(PyObject *module, PyType_Spec *spec) {
@@ -1013,7 +1246,7 @@ static int find_numpy(void) {
 static int fill_module(PyObject *module) {
     if (draw_secrets() < 0 || find_numpy() < 0) return -1;
     return add_type(module, &book_spec) < 0 || add_type(module, &ghosts_spec) < 0 ||
-           add_type(module, &recency_spec) < 0 ? -1 : 0;
+           add_type(module, &recency_spec) < 0 || add_type(module, &classes_spec) < 0 ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.keys import OffloadKey
+from kvtier.policies import Ending
 from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.transfer.base import (
     BlockIDsLoadStoreSpec,
@@ -41,6 +42,8 @@ class ReqContext:
     req_id: str = ""
     stays_in_pool: bool = False
     """The request's chunks must not leave the process: their bytes depend on more than their keys say."""
+    ending: Ending | None = None
+    """How the request ended, once it has."""
 
 
 NO_REQUEST = ReqContext()
@@ -54,6 +57,8 @@ class PrepareStoreOutput:
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
     evicted_keys: list[OffloadKey] = field(default_factory=list)
+    not_worth: int = 0
+    """The number of last keys that were left out because the chunks that are there are worth more."""
 
 
 class ChunkLookup(Protocol):
@@ -130,9 +135,10 @@ class OffloadingManager(ABC):
         """Take the chunks of an offer that can be stored, evicting others if need be.
 
         Keys that are present (ready or writing) are left out; duplicates count once. If not all keys fit,
-        the last ones are left out, so that the leading part is stored. No key of the offer is evicted for
-        it. `None` means that there were keys to store and no slot for any of them. The chunks taken are
-        writing until `complete_store`.
+        the last ones are left out, so that the leading part is stored, and so are the last ones if they are
+        worth less than the chunks that would have to leave. No key of the offer is evicted for it. `None`
+        means that there were keys to store and no slot for any of them. The chunks taken are writing until
+        `complete_store`.
         """
 
     def reserve(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:

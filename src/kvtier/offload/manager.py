@@ -134,7 +134,8 @@ class CPUOffloadingManager(OffloadingManager):
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         slots = self._table.held(_as_list(keys))
         if len(slots):
-            self._table.touch(slots, hash(req_context.req_id) if req_context.req_id else NO_USER)
+            user = hash(req_context.req_id) if req_context.req_id else NO_USER
+            self._table.touch(slots, user, req_context.ending)
 
     # -- store -------------------------------------------------------------------------------------
 
@@ -152,24 +153,32 @@ class CPUOffloadingManager(OffloadingManager):
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
         needed = len(wanted) - table.num_free()
-        evicted = self._make_room(needed, offered, wanted) if needed > 0 else []
+        newcomers = None if ignore_threshold else wanted
+        evicted = self._make_room(needed, offered, wanted, newcomers) if needed > 0 else []
+        not_worth = 0
         if len(evicted) < needed:
-            self._refuse(wanted[len(evicted) - needed :])
-            del wanted[len(evicted) - needed :]
-            if not wanted:
+            refused = wanted[len(evicted) - needed :]
+            self._refuse(refused)
+            not_worth = len(refused) - table.shortfall(offered)
+            del wanted[-len(refused) :]
+            if not wanted and not_worth <= 0:
                 return None
         slots = table.take(wanted, hash(req_context.req_id))
         if self._some_stay or req_context.stays_in_pool:
             self._some_stay = True
             self._stays[slots] = req_context.stays_in_pool
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted, not_worth)
 
     def _make_room(
-        self, count: int, offered: list[OffloadKey], wanted: list[OffloadKey]
+        self,
+        count: int,
+        offered: list[OffloadKey],
+        wanted: list[OffloadKey],
+        newcomers: list[OffloadKey] | None,
     ) -> list[OffloadKey]:
         """Evict up to `count` chunks, none of them of the offer, and return their keys."""
         spared = self._table.held(offered) if len(offered) > len(wanted) else NO_SLOTS
-        _, evicted = self._table.make_room(count, spared)
+        _, evicted = self._table.make_room(count, spared, newcomers)
         if evicted:
             self._evicted += len(evicted)
             self._miss_history.add(evicted, _EVICTED)

@@ -1,8 +1,9 @@
 """Eviction policies by name.
 
-`lru` and `arc` are ours. Any other `CachePolicy` is named by its import path, `"package.module:Class"`, or
-by a name that its package gave to `register_policy`. If such a policy fails, the `SlotTable` that uses it
-goes on with LRU. `kvtier.testing.PolicySuite` tests whether a policy keeps the contract.
+`lru`, `arc` and `gittins` are ours. Any other `CachePolicy` is named by its import path,
+`"package.module:Class"`, or by a name that its package gave to `register_policy`. If such a policy fails,
+the `SlotTable` that uses it goes on with LRU. `kvtier.testing.PolicySuite` tests whether a policy keeps the
+contract.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from kvtier.errors import ConfigError, InputError, KVTierError, show_value
-from kvtier.policies.base import CachePolicy, KeysOf, Slots
+from kvtier.policies.base import UNKNOWN_ENDING, CachePolicy, Ending, KeysOf, Slots
+from kvtier.policies.gittins import GittinsPolicy
 from kvtier.policies.recency import ARCPolicy, LRUPolicy
 
 __all__ = [
+    "UNKNOWN_ENDING",
     "ARCPolicy",
     "CachePolicy",
+    "Ending",
+    "GittinsPolicy",
     "KeysOf",
     "LRUPolicy",
     "Slots",
@@ -28,7 +33,11 @@ __all__ = [
 ]
 
 _FIELD = "cpu.policy"
-_policies: dict[str, type[CachePolicy] | str] = {"lru": LRUPolicy, "arc": ARCPolicy}
+_policies: dict[str, type[CachePolicy] | str] = {
+    "lru": LRUPolicy,
+    "arc": ARCPolicy,
+    "gittins": GittinsPolicy,
+}
 
 
 def register_policy(name: str, policy: type[CachePolicy] | str) -> None:

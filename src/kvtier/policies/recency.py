@@ -70,11 +70,12 @@ class ARCPolicy(CachePolicy):
         self.clear()
 
     def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
-        lists = self._ghosts.recall(keys)
-        if lists is not None:
-            self._learn(*np.bincount(lists + 1, minlength=3).tolist()[1:])
-            self._t2.use(slots[lists != ABSENT])
-            slots = slots[lists == ABSENT]
+        ghosts = self._ghosts.recall(keys)
+        if ghosts is not None:
+            known, from_t2 = ghosts != ABSENT, int(np.count_nonzero(ghosts >= self.capacity))
+            self._learn(int(np.count_nonzero(known)) - from_t2, from_t2)
+            self._t2.use(slots[known])
+            slots = slots[~known]
         self._t1.use(slots)
 
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
@@ -96,7 +97,7 @@ class ARCPolicy(CachePolicy):
 
     def clear(self) -> None:
         self._t1, self._t2 = self._lists = RecencyList(self.capacity), RecencyList(self.capacity)
-        self._ghosts = GhostLists(self.capacity)
+        self._ghosts = GhostLists(self.capacity, 2)
         self.target = 0.0
         """The size that T1 should have."""
 

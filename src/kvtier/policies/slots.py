@@ -1,5 +1,5 @@
 """The maps and lists that managers and policies are made of: which chunk is in which slot, slots in order of
-use, keys that were evicted.
+use, in one list or by class, and keys that were evicted.
 
 Each is written twice: in `native/_slots.c`, for speed, and here, for machines without a C compiler and as
 the specification of the C form. `SLOTS_BY` says which form is in use. All take and return batches; in C, a
@@ -24,6 +24,7 @@ WRITING = -1
 """The number of readers of a slot that is being written."""
 Mask = npt.NDArray[np.bool_]
 """A flag for each slot."""
+Numbers = npt.NDArray[np.float64]
 
 
 class PythonBook:
@@ -175,46 +176,55 @@ class PythonBook:
 
 
 class PythonGhosts:
-    """The last `capacity` keys evicted from each of two lists, 0 and 1, without those that came back."""
+    """The last `capacity` keys evicted from each of `num_lists` lists, without those that came back.
 
-    def __init__(self, capacity: int, /) -> None:
+    A key has a position: that in its list, and `capacity` more in the second list.
+    """
+
+    def __init__(self, capacity: int, num_lists: int, /) -> None:
         self._capacity = capacity
-        self._rings: tuple[list[OffloadKey | None], ...] = ([None] * capacity, [None] * capacity)
-        self._next = [0, 0]
-        self._sizes = [0, 0]
-        self._known: dict[OffloadKey, tuple[int, int]] = {}  # list and position in its ring
+        self._ring: list[OffloadKey | None] = [None] * (capacity * num_lists)
+        self._next, self._sizes = [0] * num_lists, [0] * 2
+        self._known: dict[OffloadKey, int] = {}
 
-    def remember(self, which: int, keys: list[OffloadKey], /) -> None:
-        """Remember keys that were evicted from a list."""
-        for key in keys if self._capacity else ():
-            position = self._next[which]
-            self._forget(key)
-            self._forget(self._rings[which][position])
-            self._rings[which][position] = key
-            self._known[key] = which, position
-            self._sizes[which] += 1
-            self._next[which] = (position + 1) % self._capacity
+    def remember(self, which: int, keys: list[OffloadKey], /) -> Slots:
+        """Remember keys that were evicted from a list, and return their positions."""
+        return slot_array([self._add(which, key) for key in keys])
+
+    def _add(self, which: int, key: OffloadKey) -> int:
+        if not self._capacity:
+            return ABSENT
+        position = which * self._capacity + self._next[which]
+        self._forget(key)
+        if (oldest := self._ring[position]) is not None:
+            self._forget(oldest)
+        self._ring[position] = key
+        self._known[key] = position
+        self._sizes[which] += 1
+        self._next[which] = (self._next[which] + 1) % self._capacity
+        return position
+
+    def find(self, keys: list[OffloadKey], /) -> Slots | None:
+        """Return the position of each key, `ABSENT` for unknown keys; `None` if all are unknown."""
+        positions = slot_array([self._known.get(key, ABSENT) for key in keys])
+        return positions if (positions != ABSENT).any() else None
 
     def recall(self, keys: list[OffloadKey], /) -> Slots | None:
-        """Return the list that each key was evicted from, `ABSENT` for unknown keys; forget the keys.
-
-        `None` means that all are unknown.
-        """
-        lists = slot_array([self._forget(key) for key in keys])
-        return lists if (lists != ABSENT).any() else None
+        """Return what `find` does, and forget the keys."""
+        positions = slot_array([self._forget(key) for key in keys])
+        return positions if (positions != ABSENT).any() else None
 
     def sizes(self) -> tuple[int, int]:
         """Return the number of known keys of each list."""
         return self._sizes[0], self._sizes[1]
 
-    def _forget(self, key: OffloadKey | None) -> int:
-        """Forget a key and return its list."""
-        if key is None or key not in self._known:
-            return ABSENT
-        which, position = self._known.pop(key)
-        self._rings[which][position] = None
-        self._sizes[which] -= 1
-        return which
+    def _forget(self, key: OffloadKey) -> int:
+        """Forget a key and return the position that it had."""
+        position = self._known.pop(key, ABSENT)
+        if position != ABSENT:
+            self._ring[position] = None
+            self._sizes[position >= self._capacity] -= 1
+        return position
 
 
 class PythonRecency:
@@ -261,17 +271,74 @@ class PythonRecency:
         return slot_array(list(self._order))
 
 
+class PythonClassLists:
+    """Up to `capacity` slots in `num_classes` lists, each from the least to the most recently used."""
+
+    def __init__(self, capacity: int, num_classes: int, /) -> None:
+        self._lists: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_classes)]
+        self._class_of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._class_of)
+
+    def use(self, slots: Slots, classes: Slots, /) -> None:
+        """Put each slot into the list of its class as the most recent, the first slot most of all."""
+        if len(slots) != len(classes):
+            raise ValueError("expected a class for each slot")
+        self.drop(slots)
+        for slot, kind in zip(slots[::-1].tolist(), classes[::-1].tolist(), strict=True):
+            self._lists[kind][slot] = None
+            self._class_of[slot] = kind
+
+    def drop(self, slots: Slots, /) -> None:
+        """Remove those of the slots that are in a list."""
+        for slot in slots.tolist():
+            if (kind := self._class_of.pop(slot, None)) is not None:
+                del self._lists[kind][slot]
+
+    def order(
+        self, count: int, allowed: Mask, stamps: Numbers, bounds: Numbers, indices: Numbers, /
+    ) -> Slots:
+        """Return up to `count` slots with `allowed[slot]`, in the order of their index, the lowest first.
+
+        The index of a slot depends on its class and its age: `stamps` has the time of its last use,
+        `bounds` the latest time of each bin of age, and `indices` the index for each class and bin. Within a
+        class the order is that of use. The oldest slots of all classes are compared; between equal indices,
+        the older slot comes first. Slots of the same class and bin follow one another.
+        """
+        numbers = indices.reshape(len(self._lists), len(bounds)).tolist()
+        left = [[slot for slot in each if allowed[slot]] for each in self._lists]
+        ordered: list[int] = []
+        while len(ordered) < count and any(left):
+            _, oldest, kind = min(
+                (numbers[kind][_bin_of(stamps.item(slots[0]), bounds)], stamps.item(slots[0]), kind)
+                for kind, slots in enumerate(left)
+                if slots
+            )
+            used = stamps[left[kind]] <= bounds[_bin_of(oldest, bounds)]
+            length = len(used) if used.all() else int(used.argmin())
+            ordered += left[kind][:length]
+            del left[kind][:length]
+        return slot_array(ordered[: max(0, count)])
+
+
+def _bin_of(stamp: float, bounds: Numbers) -> int:
+    """Return the last bin whose bound is not before the stamp; bounds go back in time."""
+    return max(0, int(np.count_nonzero(bounds >= stamp)) - 1)
+
+
 def slot_array(slots: list[int]) -> Slots:
     """Return slots as the array that books and policies take."""
     return np.array(slots, dtype=np.int64)
 
 
 if uses_c("slots"):
+    from kvtier.native._slots import ClassLists as ClassLists
     from kvtier.native._slots import GhostLists as GhostLists
     from kvtier.native._slots import RecencyList as RecencyList
     from kvtier.native._slots import SlotBook as SlotBook
 else:
     GhostLists, RecencyList = PythonGhosts, PythonRecency  # type: ignore[misc, assignment]
-    SlotBook = PythonBook  # type: ignore[misc, assignment]
+    SlotBook, ClassLists = PythonBook, PythonClassLists  # type: ignore[misc, assignment]
 
 SLOTS_BY = form_of("slots")

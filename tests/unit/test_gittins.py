@@ -1,0 +1,224 @@
+"""`gittins` keeps the chunks that come back, refuses those that do not, and remembers what it has learnt."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvtier.keys import OffloadKey
+from kvtier.offload import CPUOffloadingManager, ReqContext
+from kvtier.policies import Ending, GittinsPolicy
+from kvtier.policies.reuse import AGES, NUM_BINS, NUM_CLASSES, ReuseModel, bins_of, classes_of
+
+
+class Cache:
+    """A pool under `gittins` with a clock that the test moves."""
+
+    def __init__(self, slots: int, policy: str = "gittins") -> None:
+        self.now = 0.0
+        self.manager = CPUOffloadingManager(slots, policy)
+        self.policy = self.manager.policy
+        self.policy.clock = lambda: self.now  # type: ignore[method-assign]
+        self._ids = 0
+
+    def ask(self, keys: list[OffloadKey], ending: Ending | None = None) -> int:
+        """Run a request over these chunks, and return how many leading ones were there."""
+        self._ids += 1
+        context = ReqContext(req_id=str(self._ids))
+        hits = self.manager.lookup_prefix(keys, context, wait=False) or 0
+        output = self.manager.prepare_store(keys, context)
+        if output is not None:
+            self.manager.complete_store(output.keys_to_store)
+        context.ending = ending or Ending(100)
+        self.manager.touch(keys, context)
+        self.manager.on_request_finished(context)
+        return hits
+
+
+def chunks(*names: object) -> list[OffloadKey]:
+    return [OffloadKey(repr(name).encode().ljust(32, b".") + bytes(4)) for name in names]
+
+
+def run(cache: Cache, seconds: int, seed: int) -> tuple[int, int]:
+    """Run ten chats that come back every ten seconds, and twice as many requests that never do.
+
+    Chats have long answers. Return hits and possible hits of the second half.
+    """
+    rng, due, hits, possible = random.Random(seed), dict[int, list[OffloadKey]](), 0, 0
+    for second in range(seconds):
+        cache.now += 1.0
+        chat = due.pop(second, None) or chunks(*((second, at) for at in range(rng.randint(1, 4))))
+        found = cache.ask(chat, Ending(1000))
+        due[second + 10] = chat
+        if second >= seconds // 2:
+            hits, possible = hits + found, possible + len(chat)
+        for other in range(2):
+            cache.ask(chunks(*((second, other, at) for at in range(rng.randint(1, 4)))), Ending(10))
+    cache.manager.check()
+    return hits, possible
+
+
+def test_it_learns_which_requests_come_back() -> None:
+    """The chats take some 25 slots; with all that comes between two of their turns, LRU would need 75."""
+    found = {policy: run(Cache(40, policy), 400, seed=1) for policy in ("gittins", "lru")}
+    hits, possible = found["gittins"]
+    assert hits > 0.9 * possible
+    assert found["lru"][0] < 0.1 * possible
+
+
+def test_it_refuses_chunks_that_are_worth_less_than_those_that_would_leave() -> None:
+    cache = Cache(20)
+    run(cache, 400, seed=2)
+    assert cache.manager.stats().refused > 0
+    context = ReqContext(req_id="new")
+    output = cache.manager.prepare_store(chunks(*(("never seen", at) for at in range(20))), context)
+    assert output is not None
+    assert output.not_worth > 0
+    assert len(output.keys_to_store) + output.not_worth == 20
+
+
+def test_refused_chunks_are_known_when_they_come_back() -> None:
+    cache = Cache(1)
+    policy = cache.policy
+    assert isinstance(policy, GittinsPolicy)
+    (kept,), (other,) = chunks("kept"), chunks("other")
+    for _ in range(6):
+        cache.now += 1.0
+        cache.ask([kept])
+    policy.model.indices[classes_of(np.array([1], dtype=np.uint8))] = (
+        0.0  # as if such chunks never came back
+    )
+    assert cache.ask([other]) == 0
+    assert cache.manager.lookup_prefix([kept], ReqContext(), wait=False) == 1, "the other one was refused"
+    assert policy._uses_with_this([other]).tolist() == [2]
+
+
+def test_a_chunk_that_comes_back_after_its_eviction_has_its_uses() -> None:
+    cache = Cache(2)
+    policy = cache.policy
+    assert isinstance(policy, GittinsPolicy)
+    first, second = chunks("a", "b"), chunks("c", "d")
+    for keys in (first, first, second):
+        cache.now += 1.0
+        cache.ask(keys)
+    policy.evict(2, np.ones(2, dtype=np.bool_), lambda slots: second)
+    cache.now += 1.0
+    policy.insert(np.array([0, 1]), first)
+    assert policy._slots.uses.tolist() == [3, 3]
+
+
+def test_ends_of_the_request_that_stored_a_chunk_are_no_second_use() -> None:
+    cache = Cache(4)
+    policy = cache.policy
+    assert isinstance(policy, GittinsPolicy)
+    keys, context = chunks(1, 2), ReqContext(req_id="one")
+    cache.manager.prepare_store(keys, context)
+    cache.manager.complete_store(keys)
+    cache.manager.touch(keys, context)  # an audit
+    context.ending = Ending(5)
+    cache.manager.touch(keys, context)
+    assert policy._slots.uses[:2].tolist() == [1, 1]
+    cache.ask(keys)
+    assert policy._slots.uses[:2].tolist() == [2, 2]
+
+
+# -- the model ----------------------------------------------------------------------------------------
+
+
+def naive_index(used: list[float], reached: list[float], at: int) -> float:
+    """Compute an index from its definition, without classes to lean on."""
+    best = 0.0
+    alive, gained, taken = 1.0, 0.0, 0.0
+    widths = [*np.diff(AGES), AGES[-1] * (2**0.5 - 1)]
+    for bin_ in range(at, NUM_BINS):
+        chance = min(0.95, used[bin_] / reached[bin_]) if reached[bin_] else 0.0
+        gained += alive * chance
+        taken += alive * (1 - chance / 2) * widths[bin_]
+        alive *= 1 - chance
+        best = max(best, gained / taken)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_indices_are_those_of_the_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.policies.reuse._SHRINKAGE", 1e-9)
+    rng, model = random.Random(seed), ReuseModel()
+    ages = np.array([rng.choice((0.1, 1.0, 30.0, 500.0, 9000.0)) * rng.uniform(1, 2) for _ in range(400)])
+    ages[:30] = 1e9  # so that something is known of every age
+    kept = np.array([rng.random() < 0.6 for _ in ages]) & (ages < 1e9)
+    model.count_uses(np.zeros(int(kept.sum()), dtype=np.int64), ages[kept])
+    model.count_given_up(np.zeros(int((~kept).sum()), dtype=np.int64), ages[~kept])
+    model.derive(np.zeros((NUM_CLASSES, NUM_BINS)))
+    used = np.bincount(bins_of(ages[kept]), minlength=NUM_BINS)
+    reached = np.cumsum(np.bincount(bins_of(ages), minlength=NUM_BINS)[::-1])[::-1]
+    for at in range(NUM_BINS):
+        expected = naive_index(used.tolist(), reached.tolist(), at)
+        assert model.indices[0, at] == pytest.approx(expected, rel=1e-3)
+
+
+def test_chunks_with_more_uses_are_never_worth_less() -> None:
+    """The head of a prefix has at least the uses of its tail, and must not leave before it."""
+    rng, model = np.random.default_rng(3), ReuseModel()
+    classes = rng.integers(0, NUM_CLASSES, 5000)
+    model.count_uses(classes, rng.exponential(100.0, 5000))
+    model.count_given_up(rng.integers(0, NUM_CLASSES, 5000), rng.exponential(900.0, 5000))
+    model.derive(np.zeros((NUM_CLASSES, NUM_BINS)))
+    by_uses = model.indices.reshape(5, -1, NUM_BINS)
+    assert (np.diff(by_uses, axis=0) >= 0).all()
+    assert np.isfinite(model.indices).all()
+
+
+def test_old_habits_are_forgotten() -> None:
+    model = ReuseModel()
+    classes = np.zeros(1000, dtype=np.int64)
+    for _ in range(1000):
+        model.count_given_up(classes, np.full(1000, 5.0))
+        model.derive(np.zeros((NUM_CLASSES, NUM_BINS)))
+    assert model._given_up.sum() <= 201_000
+
+
+def test_what_is_learnt_survives_as_bytes() -> None:
+    cache = Cache(40)
+    run(cache, 300, seed=4)
+    policy, copy = cache.policy, GittinsPolicy(7)
+    assert isinstance(policy, GittinsPolicy)
+    data = policy.learnt()
+    assert len(data) < 20_000
+    assert copy.take_learnt(data)
+    assert copy.learnt() == data
+    habits = list(copy.model.habits())
+    assert all(habit.idle_times > 0 and 0 <= habit.comes_back <= 1 for habit in habits)
+    (long,) = [h for h in habits if (h.uses, h.answer_tokens) == ("1", "256 or more")]
+    assert long.median_seconds == pytest.approx(10.0, rel=0.5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_bytes_are_not_taken(seed: int) -> None:
+    rng, data = random.Random(seed), bytearray(ReuseModel().to_bytes())
+    match seed % 4:
+        case 0:
+            del data[rng.randrange(len(data)) :]
+        case 1:
+            data[rng.randrange(16)] ^= 1 << rng.randrange(8)
+        case 2:
+            data += b"more"
+        case 3:
+            data[-4:] = np.array([rng.choice((-1.0, np.inf, np.nan, 1e12))], dtype="<f4").tobytes()
+    model = ReuseModel()
+    assert not model.take_bytes(bytes(data))
+    assert (model.indices == ReuseModel().indices).all()
+
+
+def test_a_large_pool_is_sampled() -> None:
+    policy = GittinsPolicy(100_000)
+    now = [0.0]
+    policy.clock = lambda: now[0]  # type: ignore[method-assign]
+    slots = np.arange(100_000)
+    policy.insert(slots, chunks(*range(100_000)))
+    for _ in range(2):
+        now[0] += 10.0
+        policy.end_request(slots, np.ones(100_000, dtype=np.bool_), Ending(5))
+    assert 4000 < policy.model._used.sum() < 5000
+    policy.check()
