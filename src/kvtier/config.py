@@ -68,7 +68,7 @@ _VLLM_NAMES = {
 }
 """Our path for each field of vLLM's own connector. Fields of equal name and meaning need no entry."""
 
-_TRANSFER_CONFIG = {
+TRANSFER_CONFIG = {
     "kv_connector": "KVTierConnector",
     "kv_connector_module_path": "kvtier.integrations.vllm",
 }
@@ -153,7 +153,7 @@ class KVTierConfig:
         Errors name the file.
         """
         try:
-            return cls.from_dict(_unwrap(_parse_file(Path(path))))
+            return cls.from_dict(_unwrap(parse_file(Path(path))))
         except ConfigError as error:
             error.args = (f"{path}: {error}",)
             raise
@@ -461,7 +461,7 @@ def _unwrap(value: Any) -> Any:
     """Return the settings inside a value of vLLM's `--kv-transfer-config`; leave anything else unchanged."""
     if not isinstance(value, Mapping) or "kv_connector_extra_config" not in value:
         return value
-    for name, expected in _TRANSFER_CONFIG.items():
+    for name, expected in TRANSFER_CONFIG.items():
         if value.get(name) != expected:
             raise ConfigError(
                 name, f"expected {expected!r} for vLLM to find kvtier, got {show_value(value.get(name))}"
@@ -469,7 +469,8 @@ def _unwrap(value: Any) -> Any:
     return value["kv_connector_extra_config"]
 
 
-def _parse_file(path: Path) -> Any:
+def parse_file(path: Path) -> Any:
+    """Return the content of a JSON or TOML file, whatever it is."""
     try:
         with path.open("rb") as file:
             content = file.read(_LONGEST_FILE + 1)

@@ -148,6 +148,26 @@ def test_every_exported_class_and_function_has_a_docstring(package: ModuleType) 
     assert package.__doc__
 
 
+OPEN = {"fingerprint", "save_kv_layer", "start_load_kv"}
+"""Functions that take any names: facts about an engine; whatever vLLM passes along."""
+
+
+def test_no_exported_callable_hides_options(package: ModuleType) -> None:
+    """An option behind `**more` is in no signature, no editor and no reference."""
+    exported = [getattr(package, name) for name in package.__all__]
+    functions = [item for item in exported if inspect.isfunction(item)]
+    for item in filter(inspect.isclass, exported):
+        own = inspect.getmembers(item, lambda member: inspect.isfunction(member) or inspect.ismethod(member))
+        functions += [member for name, member in own if name == "__init__" or not name.startswith("_")]
+    ours = [function for function in functions if function.__module__.startswith("kvtier.")]
+    hiding = {
+        function.__qualname__
+        for function in ours
+        if function.__name__ not in OPEN and inspect.getfullargspec(inspect.unwrap(function)).varkw
+    }
+    assert hiding == set()
+
+
 def test_a_package_exports_everything_public_that_it_binds(package: ModuleType) -> None:
     if package.__name__ == "kvtier.cli":  # a program: it exports its entry point alone
         assert package.__all__ == ["main"]

@@ -24,6 +24,7 @@ def make(*arguments: str) -> str:
     "target",
     [
         "install",
+        "install-all",
         "demo",
         "test",
         "test-all",
@@ -31,6 +32,7 @@ def make(*arguments: str) -> str:
         "vllm",
         "test-vllm",
         "check",
+        "docs",
         "deploy",
         "bench",
         "dist",
@@ -39,6 +41,16 @@ def make(*arguments: str) -> str:
 )
 def test_help_lists_every_target(target: str) -> None:
     assert any(line.split()[:2] == ["make", target] for line in make("help").splitlines())
+
+
+def test_only_whole_suites_install_everything() -> None:
+    """A light install is quick; a suite that lacks a server skips tests, which nobody notices in CI."""
+    installs = {
+        target: make("--always-make", "--dry-run", target, "PYTHON=python3")
+        for target in ("install", "check", "test", "test-all", "servers")
+    }
+    whole = {target for target, commands in installs.items() if "install -e '.[dev-all]'" in commands}
+    assert whole == {"test", "test-all", "servers"}
 
 
 def test_every_c_file_rebuilds_the_environments() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,20 @@ def test_an_answer_says_where_its_prompt_came_from(llama: Path) -> None:
         96,
     )
     assert loaded["load_seconds"] > 0
+
+
+def test_an_explanation_is_in_the_log_for_answers_that_do_not_carry_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.integrations.vllm.connector import logger
+
+    said: list[str] = []
+    monkeypatch.setattr(logger, "debug", lambda text, *values: said.append(text % values))
+    with vllm_engine(llama, {}) as engine:
+        engine.generate([make_prompt(0, 40)])
+        told = explained(engine, make_prompt(1, 40))["kvtier"]
+    (line,) = [line for line in said if line.startswith("kvtier: request")]
+    assert json.loads(line.split(": ", 2)[2]) == told, "for the request that asks, and for no other"
 
 
 def test_an_eviction_is_in_the_answer_and_in_the_log(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
+from kvtier.cli.lmcache import Translation, translate_file
 from kvtier.cli.streams import remark
 from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, TierConfig, format_size
 from kvtier.errors import ConfigError
@@ -54,6 +55,12 @@ def check_command(
     as_json: Annotated[bool, Option("--json", help="Print what was understood as JSON.")] = False,
 ) -> None:
     """Read a file of settings and print all that kvtier makes of it. Exits with 2 if something is wrong."""
+    if (translation := _translate_lmcache(file)) is not None:
+        remark(f"kvtier: {file}: these settings are LMCache's. kvtier has these instead:")
+        for line in translation.remarks:
+            remark(f"  {line}")
+        typer.echo(json.dumps(translation.settings, indent=2))
+        raise typer.Exit(2)
     config = KVTierConfig.from_file(file)
     _expect_policy(file, "cpu.policy", config.cpu.policy)
     for at, tier in enumerate(config.tiers):
@@ -63,6 +70,15 @@ def check_command(
         typer.echo(json.dumps(config.to_dict(), indent=2))
     else:
         _print(config)
+
+
+def _translate_lmcache(file: Path) -> Translation | None:
+    """Return settings of LMCache in our words. Errors name the file."""
+    try:
+        return translate_file(file)
+    except ConfigError as error:
+        error.args = (f"{file}: {error}",)
+        raise
 
 
 def _expect_policy(file: Path, path: str, name: str) -> None:

@@ -148,7 +148,7 @@ def _check_safetensors() -> Check:
 
 def _check_transformers() -> Check:
     return _optional(
-        "transformers", "only the tests compare with it", "in a checkout: pip install '.[test]'"
+        "transformers", "only the tests compare with it", "in a checkout: pip install '.[dev-all]'"
     )
 
 

@@ -68,6 +68,8 @@ from kvtier.namespace import WeightsFiles
 from kvtier.offload import OffloadingSpecFactory
 from kvtier.offload.base import OffloadingSpec
 
+SpecFactory = Callable[[OffloadingConfig], OffloadingSpec]
+
 _IDLE_SECONDS = 0.05  # a step without tokens waits this long for a transfer
 _TIER_SECONDS = 0.005  # such a step waits this long for a tier, because a transfer may end meanwhile
 _BACKOFF_SECONDS = 0.001  # such a step sleeps this long if no transfer runs but reports are missing
@@ -97,7 +99,7 @@ class Engine:
         kvtier: KVTierConfig | None = None,
         *,
         weights_id: Any = None,
-        spec_factory: Callable[[OffloadingConfig], OffloadingSpec] = OffloadingSpecFactory.create_spec,
+        spec_factory: SpecFactory = OffloadingSpecFactory.create_spec,
         publisher: Publisher | None = None,
     ) -> None:
         """Allocate the cache.
@@ -143,9 +145,7 @@ class Engine:
         self._publisher = publisher
         self._events = EventBuffer()
 
-    def _connect(
-        self, config: OffloadingConfig, spec_factory: Callable[[OffloadingConfig], OffloadingSpec]
-    ) -> None:
+    def _connect(self, config: OffloadingConfig, spec_factory: SpecFactory) -> None:
         """Make both sides of a connector over one spec; on failure, release everything."""
         with ExitStack() as undo:
             spec = spec_factory(config)
@@ -158,7 +158,13 @@ class Engine:
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, config: EngineConfig, kvtier: KVTierConfig | None = None, **more: Any
+        cls,
+        path: str | Path,
+        config: EngineConfig,
+        kvtier: KVTierConfig | None = None,
+        *,
+        spec_factory: SpecFactory = OffloadingSpecFactory.create_spec,
+        publisher: Publisher | None = None,
     ) -> Self:
         """Make an engine from a local Hugging Face folder."""
         expect_type("config", config, EngineConfig)
@@ -166,7 +172,7 @@ class Engine:
         files = WeightsFiles(folder)
         model_config = load_config(folder)
         model = make_decoder(model_config, load_weights(folder, model_config), config)
-        return cls(model, config, kvtier, weights_id=files, **more)
+        return cls(model, config, kvtier, weights_id=files, spec_factory=spec_factory, publisher=publisher)
 
     @classmethod
     def from_config(
@@ -176,13 +182,15 @@ class Engine:
         kvtier: KVTierConfig | None = None,
         *,
         seed: int = 0,
-        **more: Any,
+        spec_factory: SpecFactory = OffloadingSpecFactory.create_spec,
+        publisher: Publisher | None = None,
     ) -> Self:
         """Make an engine from the contents of a `config.json` and random weights."""
         expect_type("config", config, EngineConfig)
         parsed = ModelConfig.from_dict(model_config)
         model = make_decoder(parsed, random_weights(parsed, seed), config)
-        return cls(model, config, kvtier, weights_id={"random": seed, "config": asdict(parsed)}, **more)
+        weights = {"random": seed, "config": asdict(parsed)}
+        return cls(model, config, kvtier, weights_id=weights, spec_factory=spec_factory, publisher=publisher)
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ that runs vLLM's scheduler or worker makes all calls.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -299,7 +300,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._end([request])
         explanation = self._connector.explain(request.request_id)
         self._request_log.record(request.request_id, explanation)
-        return False, answer_params(request, explanation)
+        answer = answer_params(request, explanation)
+        if answer is not None:  # most of vLLM's streamed answers do not carry it
+            logger.debug("kvtier: request %s: %s", request.request_id, json.dumps(answer["kvtier"]))
+        return False, answer
 
     def _end(self, requests: list[Request]) -> None:
         """Make the core connector forget requests. Their blocks need not be held."""
