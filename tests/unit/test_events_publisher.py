@@ -306,7 +306,7 @@ def test_a_bad_setting_is_named(field: str, value: object) -> None:
 
 def test_an_unknown_setting_gets_a_suggestion() -> None:
     with pytest.raises(
-        ConfigError, match=r"replay_endpiont: unknown field; did you mean 'replay_endpoint'\?"
+        ConfigError, match=r"replay_endpiont: no such setting; did you mean replay_endpoint\?"
     ):
         KVEventsConfig.from_mapping({"replay_endpiont": "x"})
 
