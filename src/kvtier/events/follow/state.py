@@ -19,11 +19,10 @@ from enum import StrEnum
 from kvtier.errors import IntegrityError
 from kvtier.events.types import Mark
 from kvtier.events.updates import Limits
-from kvtier.events.wire import SNAPSHOT, STATUS, Change, replay_request
+from kvtier.events.wire import SNAPSHOT, STATUS, U64, Change, replay_request
 
 MAX_RANKS = 4096
 """How many ranks of one publisher are tracked; with more, no replica is exact."""
-_U64 = (1 << 64) - 1
 
 
 class RankSums:
@@ -72,7 +71,7 @@ class RankSums:
     @property
     def digest(self) -> int:
         """The digest of all held blocks."""
-        return sum(digest for _, digest in self._ranks.values()) & _U64
+        return sum(digest for _, digest in self._ranks.values()) & U64
 
     def add_loss(self) -> None:
         """Record that a batch of an unknown rank was lost."""
