@@ -17,7 +17,7 @@ from kvtier.keys import OffloadKey
 from kvtier.policies import make_policy
 from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, RowBuffer
-from kvtier.tiers.seal import SealKey, SealScope
+from kvtier.tiers.seal import SealKey, SealScope, copy_into
 from kvtier.tiers.shared_tier import SharedTier
 from kvtier.tiers.slot_tier import SlotTier, WriteLimit
 
@@ -67,10 +67,7 @@ class MemoryBackend(Backend):
         seal, payload = found
         if len(payload) != row.nbytes:
             return b""
-        at = 0
-        for piece in row.pieces:
-            piece[:] = payload[at : at + piece.nbytes]
-            at += piece.nbytes
+        copy_into(row.pieces, memoryview(payload))
         return seal
 
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
