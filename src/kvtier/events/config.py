@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from kvtier.config_fields import (
     LARGEST,
     at_least,
-    check_names,
     instance,
     one_of,
     optional,
@@ -69,11 +66,6 @@ def _read_interval(path: str, value: object) -> float:
         expected = f"seconds greater than 0 and up to a day ({_DAY}), or nothing"
         raise ConfigError(path, f"expected {expected}, got {show_value(value)}")
     return value
-
-
-def _read_curve(path: str, value: object) -> object:
-    value = CurveServer.from_mapping(value) if isinstance(value, Mapping) else value
-    return instance(CurveServer)(path, value)
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class KVEventsConfig:
     replay_topic_frame: bool = setting(read_flag, True)
     max_blocks_per_event: int | None = setting(optional(at_least(1)), None)
     buffer_bytes: int = setting(at_least(1, LARGEST), 256 << 20)
-    curve: CurveServer | None = setting(optional(_read_curve), None)
+    curve: CurveServer | None = setting(optional(instance(CurveServer)), None)
     bind: bool | None = setting(optional(read_flag), None)
 
     def __post_init__(self) -> None:
@@ -135,12 +127,6 @@ class KVEventsConfig:
         read_fields(self)
         if self.publisher is None:
             object.__setattr__(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
-
-    @classmethod
-    def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a config from the names and values of a JSON file."""
-        check_names(cls, settings, "")
-        return cls(**settings)
 
 
 # -- addresses -------------------------------------------------------------------------------------
