@@ -415,7 +415,7 @@ class PrefixIndex:
         """Return the index's size."""
         with self._lock:
             size = self._backend.table.stats()
-            workers, intake = self._workers.values(), self._applier
+            workers, applier = self._workers.values(), self._applier
             return IndexStats(
                 form=self.form,
                 blocks=size.blocks,
@@ -425,10 +425,10 @@ class PrefixIndex:
                 budget=self._budget,
                 dropped=size.dropped,
                 unknown=size.unknown,
-                ignored=intake.ignored,
-                refused=intake.past_refused + sum(worker.refused for worker in workers),
+                ignored=applier.ignored,
+                refused=applier.past_refused + sum(worker.refused for worker in workers),
                 waiting=sum(len(worker.translator.waiting) for worker in workers),
-                orphans_dropped=intake.past_orphans + sum(w.translator.waiting.dropped for w in workers),
+                orphans_dropped=applier.past_orphans + sum(w.translator.waiting.dropped for w in workers),
             )
 
     def check(self) -> None:

@@ -18,15 +18,15 @@ import logging
 import threading
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.errors import InputError, KVTierError, LogLimit
 from kvtier.events.curve import CurveClient
 from kvtier.events.follow.link import Source
 from kvtier.events.subscriber import Subscriber
 from kvtier.events.updates import Limits, Received, Reset, SourceStatus, State, StateChanged, Update
-from kvtier.index.base import Hashes, Match
-from kvtier.index.prefix import PrefixIndex
+from kvtier.index.base import Hashes, Keys, Match
+from kvtier.index.prefix import Counting, PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ class Settings:
     `budget` is per group.
     """
 
-    keys: Literal["engine", "xxh3"] = "xxh3"
+    keys: Keys = "xxh3"
     seed: str = ""
     budget: int = 1 << 30
     form: str | None = None
-    counting: Literal["set", "count"] = "count"
+    counting: Counting = "count"
     max_groups: int = 64
     max_sources: int = 4096
     max_ranks: int = 64
