@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b, sha256
-from typing import Any, ClassVar, NewType, Protocol
+from typing import Any, NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -51,68 +51,40 @@ _PLAIN = blake2b(digest_size=_HASH_BYTES, person=b"kvtier block")
 _EXTRA = blake2b(digest_size=_HASH_BYTES, person=b"kvtier block+")
 
 
-class ExtraKey(Protocol):
+class ExtraKey(NamedTuple):
     """Something besides tokens that a block's KV depends on.
 
-    `tag` names its source and is unique per type.
+    The tag names its source, one of the functions below; the payload identifies it within its source.
     """
 
-    tag: ClassVar[int]
-
-    def payload(self) -> bytes:
-        """Return the bytes that identify this extra key among those of the same tag."""
-        ...
+    tag: int
+    payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class LoRAKey:
-    """The adapter that a request runs with. It marks the first block; chaining carries it on."""
-
-    tag: ClassVar[int] = 1
-    name: str
-
-    def payload(self) -> bytes:
-        return self.name.encode()
+def lora_key(name: str) -> ExtraKey:
+    """Name the adapter that a request runs with. It marks the first block; chaining carries it on."""
+    return ExtraKey(1, name.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class SaltKey:
-    """A tenant's salt: requests share blocks only if their salts are equal.
+def salt_key(salt: str) -> ExtraKey:
+    """Name a tenant's salt: requests share blocks only if their salts are equal.
 
     It marks the first block, as a LoRA does.
     """
-
-    tag: ClassVar[int] = 2
-    salt: str
-
-    def payload(self) -> bytes:
-        return self.salt.encode()
+    return ExtraKey(2, salt.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class MultiModalKey:
-    """An image, sound or video behind a block's placeholder tokens.
+def media_key(item: str, offset: int) -> ExtraKey:
+    """Name an image, sound or video behind a block's placeholder tokens.
 
     `item` identifies its content; `offset` is the position of its first token relative to the block's first.
     """
-
-    tag: ClassVar[int] = 3
-    item: str
-    offset: int
-
-    def payload(self) -> bytes:
-        return self.offset.to_bytes(8, "little", signed=True) + self.item.encode()
+    return ExtraKey(3, offset.to_bytes(8, "little", signed=True) + item.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEmbedsKey:
-    """Embeddings given instead of tokens, as the digest of the part in this block."""
-
-    tag: ClassVar[int] = 4
-    digest: bytes
-
-    def payload(self) -> bytes:
-        return self.digest
+def embeds_key(digest: bytes) -> ExtraKey:
+    """Name embeddings given instead of tokens, by the digest of the part in this block."""
+    return ExtraKey(4, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +115,16 @@ def extra_keys_of(
     marks: dict[int, list[ExtraKey]] = {}
     if first_block == 0 and num_blocks > 0:
         if lora is not None:
-            marks.setdefault(0, []).append(LoRAKey(lora))
+            marks.setdefault(0, []).append(lora_key(lora))
         if salt is not None:
-            marks.setdefault(0, []).append(SaltKey(salt))
+            marks.setdefault(0, []).append(salt_key(salt))
     for item in items:
         # blocks [first, last) of the request overlap tokens [start, start + length)
         first = max(item.start // block_size, first_block)
         last = min(-(-(item.start + item.length) // block_size), first_block + num_blocks)
         for block in range(first, last):
             marks.setdefault(block - first_block, []).append(
-                MultiModalKey(item.item, item.start - block * block_size)
+                media_key(item.item, item.start - block * block_size)
             )
     return marks
 
@@ -217,9 +189,8 @@ def _hash_runs(
 
 def _encode_extras(extras: Iterable[ExtraKey]) -> bytes:
     """Encode a set of extra keys as `(tag . length . payload)*`, sorted; empty for none."""
-    pairs = {(extra.tag, extra.payload()) for extra in extras}
     return b"".join(
-        bytes([tag]) + len(payload).to_bytes(4, "little") + payload for tag, payload in sorted(pairs)
+        bytes([tag]) + len(payload).to_bytes(4, "little") + payload for tag, payload in sorted(set(extras))
     )
 
 

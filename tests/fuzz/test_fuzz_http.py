@@ -16,9 +16,9 @@ from urllib.request import urlopen
 import pytest
 from tests.fuzz.mutate import mutate
 from tests.fuzz.test_fuzz_events import FRAMES, MAY_GROW, SEED, resident_bytes
+from tests.unit.server_kit import IndexServer
 
 from kvtier.index.http import HttpLimits
-from kvtier.index.server import IndexServer
 from kvtier.index.service import Settings
 
 PATHS = (

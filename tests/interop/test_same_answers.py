@@ -11,8 +11,7 @@ from tests.interop.indexer import IndexerClient, Worker
 from tests.interop.test_dynamo import ENCODINGS, following, publish, publisher
 from tests.interop.traffic import Traffic
 from tests.ports import free_port
-
-from kvtier.index.server import IndexServer
+from tests.unit.server_kit import IndexServer
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="ai-dynamo-runtime is not installed")
 

@@ -21,7 +21,7 @@ from kvtier.errors import OutsideError
 from kvtier.policies import LRUPolicy
 from kvtier.residency import MissReason
 from kvtier.slot_table import SlotTable
-from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
+from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, content, key, keys
 from kvtier.tiers.base import BackendRow, Direction
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk import files as files_module
@@ -234,7 +234,7 @@ def test_a_reset_before_the_folder_is_owned_is_written_when_it_is(tmp_path: Path
         assert not second.wait_open()
         second.reset("weights were swapped")
         assert driver.fetch(1) == {1: content(1)}, "the rows of the owner are its own"
-    assert isinstance(second._clock, StandingClock)
+    assert isinstance(second._clock, ManualClock)
     second._clock.now += 60
     while second.state() != "waiting for the namespace":
         second.poll()
@@ -459,7 +459,7 @@ def test_a_rank_takes_less_than_its_share_when_another_never_gives_it_back(tmp_p
 def let_pass(tiers: Sequence[DiskTier], seconds: float) -> None:
     """Let time pass, and wait until each tier is open or has failed once more."""
     for tier in tiers:
-        assert isinstance(tier._clock, StandingClock)
+        assert isinstance(tier._clock, ManualClock)
         tier._clock.now += seconds
     for tier in tiers:
         while not tier.is_open() and tier._retry_at <= tier._clock():

@@ -34,7 +34,7 @@ from kvtier.residency import MissReason
 from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend
-from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
+from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierDriver, churn, content, key, keys
 from kvtier.tiers import factory
 from kvtier.tiers.base import Direction
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
@@ -56,7 +56,7 @@ def make_tier(
     path: Path, slots: int = 8, namespace: str | Callable[[], str | None] = "model", **more: Any
 ) -> DiskTier:
     settings = {"write_limit": 0, "capacity": capacity(slots)} | more.pop("settings", {})
-    more = {"row_bytes": ROW_BYTES, "threads": 2, "clock": StandingClock()} | more
+    more = {"row_bytes": ROW_BYTES, "threads": 2, "clock": ManualClock(1000.0)} | more
     config = DiskConfig(path=str(path), **settings)
     return DiskTier(config, namespace=namespace if callable(namespace) else lambda: str(namespace), **more)
 
@@ -71,7 +71,7 @@ def opened(path: Path, slots: int = 8, namespace: str = "model", **more: Any) ->
         assert backend is not None
         faulty = tier._io.backend = FaultyBackend(backend)
         clock = tier._clock
-        assert isinstance(clock, StandingClock)
+        assert isinstance(clock, ManualClock)
         yield TierDriver(tier, faulty, clock)
         faulty.release()
         tier.check()
@@ -540,7 +540,7 @@ def test_a_tier_closed_during_a_hang_is_released_when_the_call_returns(
     tier = make_tier(tmp_path)
     if hanging != "the opening":
         assert tier.wait_open(), tier.problem
-        driver = TierDriver(tier, FaultyBackend(MemoryBackend()), StandingClock())
+        driver = TierDriver(tier, FaultyBackend(MemoryBackend()), ManualClock(1000.0))
         if hanging == "a row":
             assert tier._files is not None
             tier._files.on_write_step = hang
@@ -666,7 +666,7 @@ def test_old_namespaces_that_take_everything(tmp_path: Path) -> None:
     assert f"`kvtier disk gc {tmp_path} {place.relative_to(tmp_path)}` removes" in (tier.problem or "")
     assert main(["disk", "gc", str(tmp_path), str(place.relative_to(tmp_path))]) == 0, "beside the tier"
     clock = tier._clock
-    assert isinstance(clock, StandingClock)
+    assert isinstance(clock, ManualClock)
     until = time.monotonic() + PATIENCE
     while not tier.is_open():
         assert time.monotonic() < until, tier.problem

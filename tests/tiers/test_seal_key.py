@@ -17,7 +17,7 @@ from kvtier.residency import MissReason
 from kvtier.testing.backend_suite import submit_rows
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, MemoryServer, make_shared_tier
-from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, content, keys
+from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierDriver, content, keys
 from kvtier.tiers.base import BackendRow, Direction, TierResult
 from kvtier.tiers.io_threads import IOThreads
 from kvtier.tiers.seal import SealKey, SealScope, read_seal_key, seal_of
@@ -131,7 +131,7 @@ class TestFleets:
 
 
 def open_tier(server: MemoryServer, key: SealKey | None, suffix: str = "") -> TierDriver:
-    clock, faulty = StandingClock(), FaultyBackend(server)
+    clock, faulty = ManualClock(1000.0), FaultyBackend(server)
     tier = make_shared_tier(ROW_BYTES, backend=faulty, namespace="suite", clock=clock, seal_key=key)
     if suffix:
         tier.reset(suffix)

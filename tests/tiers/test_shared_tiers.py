@@ -22,7 +22,7 @@ from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
 from kvtier.testing.shared_tier_suite import SharedTierSuite
-from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, key, keys
+from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierDriver, key, keys
 from kvtier.tiers import factory, shared_tier
 from kvtier.tiers.base import Backend, BackendRow, RowBuffer
 from kvtier.tiers.shared_tier import CallsAtOnce, SharedTier, search_prefix
@@ -49,7 +49,7 @@ def test_a_server_that_has_just_said_no_is_not_asked_again_before_rows_are_sent(
 ) -> None:
     """Every prompt that is new is asked about, then computed, then sent: a request more for each row."""
     monkeypatch.setattr(shared_tier, "_LARGE_ROW", ROW_BYTES)
-    clock, server = StandingClock(), MemoryServer()
+    clock, server = ManualClock(1000.0), MemoryServer()
     tier = make_shared_tier(ROW_BYTES, backend=server, clock=clock)
     driver = TierDriver(tier, FaultyBackend(server), clock)
     tier.ask(keys(1, 2), clock.now + 5)
@@ -88,7 +88,7 @@ def test_a_tier_closed_during_a_hang_closes_its_backend_when_the_call_returns(ha
     if hanging == "a row":
         assert tier.wait_open()
         faulty.hang()
-        driver = TierDriver(tier, faulty, StandingClock())
+        driver = TierDriver(tier, faulty, ManualClock(1000.0))
         assert driver.demote(1)[1] == keys(1)
         assert faulty.hanging.wait(30)
     assert tier.close(0.1) is False
@@ -153,7 +153,7 @@ def test_a_tier_that_opens_is_one_line_with_its_place(
     assert isinstance(tier, shared_tier.SharedTier)
     assert tier.wait_open()
     tier.set_buffer(RowBuffer(memoryview(bytearray(1 << 20)), ROW_BYTES))  # which opens it again
-    driver = TierDriver(tier, FaultyBackend(MemoryServer()), StandingClock())
+    driver = TierDriver(tier, FaultyBackend(MemoryServer()), ManualClock(1000.0))
     driver.wait(tier.is_open)
     tier.poll()
     (record,) = caplog.records

@@ -13,15 +13,13 @@ import pytest
 from kvtier.keys import OffloadKey
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
-from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, TierSuite, churn
+from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierDriver, TierSuite, churn
 from kvtier.tiers.base import BackendRow, Direction, RowBuffer, RowJob, Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier
 
 
 class TestMemoryTier(TierSuite):
-    def make(
-        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
-    ) -> tuple[Tier, FaultyBackend]:
+    def make(self, num_slots: int, clock: ManualClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
         faulty = FaultyBackend(MemoryBackend(), plan)
         return make_memory_tier(num_slots, ROW_BYTES, backend=faulty, clock=clock), faulty
 
@@ -31,9 +29,7 @@ class TestDiskTier(TierSuite):
     def folder(self, tmp_path: Path) -> None:
         self.path = tmp_path
 
-    def make(
-        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
-    ) -> tuple[Tier, FaultyBackend]:
+    def make(self, num_slots: int, clock: ManualClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
         config = DiskConfig(
             path=str(self.path), capacity=num_slots * (ROW_BYTES + 128 + 576) + 20480, write_limit=0
         )
@@ -49,7 +45,10 @@ def test_without_the_check_random_calls_go_wrong() -> None:
     """The negative control of `test_random_calls`: flips are seen if nobody checks."""
 
     def goes_wrong(seed: int) -> bool:
-        clock, plan = StandingClock(), BackendFaultPlan(seed, 0.3, (BackendFault.FLIP, BackendFault.SWAP))
+        clock, plan = (
+            ManualClock(1000.0),
+            BackendFaultPlan(seed, 0.3, (BackendFault.FLIP, BackendFault.SWAP)),
+        )
         faulty = FaultyBackend(MemoryBackend(), plan)
         tier = make_memory_tier(16, ROW_BYTES, backend=faulty, clock=clock, check_seals=False)
         try:

@@ -644,7 +644,7 @@ class TestLateAndLost:
             assert go_on.wait(PATIENCE)
             return resolve(*arguments, **more)
 
-        clock = tier_suite.StandingClock()
+        clock = tier_suite.ManualClock(1000.0)
         backend = make(f"valkey://localhost:{server.port}", tier_suite.ROW_BYTES)
         tier = make_shared_tier(tier_suite.ROW_BYTES, backend=backend, threads=4, clock=clock)
         driver = tier_suite.TierDriver(tier, FaultyBackend(backend), clock)

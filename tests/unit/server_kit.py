@@ -1,24 +1,81 @@
-"""An index server's client and its publishers, for the tests of the server."""
+"""An index server in a thread, its client and its publishers, for the tests of the server."""
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
+from kvtier.errors import InputError, OutsideError
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.types import BlockStored, KVEventBatch
-from kvtier.index.service import Settings
+from kvtier.index.http import Access, HttpLimits
+from kvtier.index.server import make_service, run
+from kvtier.index.service import Registration, Service, Settings
 
 T = list(range(200, 260))
 PATIENCE = 60.0
 SMALL = Settings(budget=4 << 20, form="python")
+
+
+class IndexServer:
+    """A server in its own thread. As a context manager it listens when entered and has stopped when left."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        settings: Settings | None = None,
+        limits: HttpLimits | None = None,
+        access: Access | None = None,
+        follow: Iterable[Registration] = (),
+    ) -> None:
+        """Take the arguments of `serve`."""
+        self.url = ""
+        self._host, self._port, self._settings = host, port, settings
+        self._arguments = limits, access, follow
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtier-index-http", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main(make_service(self._host, self._settings)))
+        except (InputError, OutsideError) as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    async def _main(self, service: Service) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        await run(self._host, self._port, service, *self._arguments, self._on_ready, self._stop)
+
+    def _on_ready(self, url: str) -> None:
+        self.url = url
+        self._ready.set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
 
 
 class Client:

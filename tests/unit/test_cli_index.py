@@ -16,13 +16,13 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from tests.unit.server_kit import IndexServer
 
 from kvtier.cli import main
 from kvtier.errors import InputError
 from kvtier.events import BlockStored, KVEventBatch
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
-from kvtier.index.server import IndexServer
 
 TOKENS = list(range(8))
 PATIENCE = 60.0

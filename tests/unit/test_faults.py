@@ -12,8 +12,9 @@ import torch
 
 from kvtier.errors import InputError
 from kvtier.offload import CPUOffloadingSpec, OffloadingHandler
-from kvtier.testing.caches import Caches, ManualClock, make_caches, make_config
+from kvtier.testing.caches import Caches, make_caches, make_config
 from kvtier.testing.faults import POISON, Fault, FaultPlan, corrupt_pool, with_faults
+from kvtier.testing.kit import ManualClock
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 from kvtier.transfer.layout import canonicalize
 

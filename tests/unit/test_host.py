@@ -15,7 +15,8 @@ import torch
 
 from kvtier.errors import IntegrityError, PoolError, TransferError
 from kvtier.pool import Pool
-from kvtier.testing.caches import Caches, ManualClock, make_caches, make_config
+from kvtier.testing.caches import Caches, make_caches, make_config
+from kvtier.testing.kit import ManualClock
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
 from kvtier.transfer.host import HostHandler, HostJob, HostLoadHandler, HostStoreHandler, Span, Spans
 from kvtier.transfer.layout import canonicalize

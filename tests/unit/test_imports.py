@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "slot_table": BASE | {"policies"},
     "rendezvous": {"errors"},
     "pool": BASE | {"machine", "rendezvous"},
-    "events": {"errors", "keys", "residency"},
+    "events": {"config_fields", "errors", "keys", "residency"},
     "metrics": {"errors"},
     "index": {"errors", "events", "keys", "metrics"},
     "transfer": BELOW_TRANSFER | {"native"},

@@ -20,7 +20,7 @@ from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch, place_of
 from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.base import tier_of
 from kvtier.index.prefix import FORMS
-from kvtier.keys import LoRAKey, SaltKey, hash_blocks, hash_to_u64
+from kvtier.keys import hash_blocks, hash_to_u64, lora_key, salt_key
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -327,7 +327,7 @@ def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
     plain = [hash_to_u64(block) for block in hash_blocks(tokens, 4, seed="s")]
     special = [
         hash_to_u64(block)
-        for block in hash_blocks(tokens, 4, seed="s", extra_keys={0: [LoRAKey("x"), SaltKey("y")]})
+        for block in hash_blocks(tokens, 4, seed="s", extra_keys={0: [lora_key("x"), salt_key("y")]})
     ]
     index.apply("a", batch(stored(plain)))
     index.apply("b", batch(stored(special[:2])))

@@ -14,29 +14,29 @@ from kvtier.errors import InputError
 from kvtier.keys import (
     BlockHash,
     ExtraKey,
-    LoRAKey,
     MultiModalItem,
-    MultiModalKey,
     OffloadKey,
-    PromptEmbedsKey,
-    SaltKey,
+    embeds_key,
     extra_keys_of,
     fingerprint,
     get_offload_block_hash,
     get_offload_group_idx,
     hash_blocks,
     hash_to_u64,
+    lora_key,
     make_offload_key,
     make_offload_keys,
+    media_key,
     root_hash,
+    salt_key,
 )
 
 TOKEN = st.integers(0, 2**32 - 1)
 EXTRA = st.one_of(
-    st.builds(LoRAKey, st.text()),
-    st.builds(SaltKey, st.text()),
-    st.builds(MultiModalKey, st.text(), st.integers(-(2**31), 2**31)),
-    st.builds(PromptEmbedsKey, st.binary()),
+    st.builds(lora_key, st.text()),
+    st.builds(salt_key, st.text()),
+    st.builds(media_key, st.text(), st.integers(-(2**31), 2**31)),
+    st.builds(embeds_key, st.binary()),
 )
 
 
@@ -84,8 +84,8 @@ class TestGolden:
 
     def test_extra_keys(self, implementation: str) -> None:
         extras: dict[int, list[ExtraKey]] = {
-            0: [SaltKey("tenantA"), LoRAKey("sql")],
-            2: [MultiModalKey("img-7", -5), PromptEmbedsKey(b"\x01\x02")],
+            0: [salt_key("tenantA"), lora_key("sql")],
+            2: [media_key("img-7", -5), embeds_key(b"\x01\x02")],
         }
         assert [h.hex()[:16] for h in hash_blocks(list(range(16)), 4, extra_keys=extras)] == [
             "37bc0d5c747bdf3a",
@@ -95,7 +95,7 @@ class TestGolden:
         ]
 
     def test_extra_keys_by_hand(self) -> None:
-        salted = hash_blocks([1, 2], 2, extra_keys={0: [SaltKey("s")]})
+        salted = hash_blocks([1, 2], 2, extra_keys={0: [salt_key("s")]})
         message = root_hash() + struct.pack("<I2I", 2, 1, 2) + b"\x02" + struct.pack("<I", 1) + b"s"
         assert salted == [hashlib.blake2b(message, digest_size=32, person=b"kvtier block+").digest()]
 
@@ -157,7 +157,7 @@ def test_refuses_what_is_no_token(implementation: str, bad: object) -> None:
     with pytest.raises(InputError, match=r"tokens: expected ids from 0 to 2\*\*32 - 1"):
         hash_blocks([1, bad], 2)  # type: ignore[list-item]
     with pytest.raises(InputError, match="tokens"):
-        hash_blocks([1, bad], 2, extra_keys={0: [SaltKey("s")]})  # type: ignore[list-item]
+        hash_blocks([1, bad], 2, extra_keys={0: [salt_key("s")]})  # type: ignore[list-item]
 
 
 def test_refuses_misuse() -> None:
@@ -166,7 +166,7 @@ def test_refuses_misuse() -> None:
     with pytest.raises(InputError, match="parent: expected a block hash of 32 bytes, got 1 bytes"):
         hash_blocks([1], 1, parent=BlockHash(b"1"))
     with pytest.raises(InputError, match="extra_keys: expected positions from 0, got -1"):
-        hash_blocks([1], 1, extra_keys={-1: [SaltKey("lost")]})
+        hash_blocks([1], 1, extra_keys={-1: [salt_key("lost")]})
 
 
 class TestNoCollisions:
@@ -174,21 +174,21 @@ class TestNoCollisions:
         """One hash for each way to differ; a collision would merge two."""
         extras: list[list[ExtraKey]] = [
             [],
-            [LoRAKey("a")],
-            [SaltKey("a")],
-            [PromptEmbedsKey(b"a")],
-            [LoRAKey("")],
-            [SaltKey("")],
-            [LoRAKey("a"), SaltKey("b")],
-            [LoRAKey("b"), SaltKey("a")],
-            [LoRAKey("ab")],
-            [SaltKey("ab")],
-            [SaltKey("a\x02\x01\x00\x00\x00b")],
-            [SaltKey("a"), SaltKey("b")],
-            [MultiModalKey("a", 0)],
-            [MultiModalKey("a", 1)],
-            [MultiModalKey("b", 0)],
-            [MultiModalKey("a", 0), MultiModalKey("a", 1)],
+            [lora_key("a")],
+            [salt_key("a")],
+            [embeds_key(b"a")],
+            [lora_key("")],
+            [salt_key("")],
+            [lora_key("a"), salt_key("b")],
+            [lora_key("b"), salt_key("a")],
+            [lora_key("ab")],
+            [salt_key("ab")],
+            [salt_key("a\x02\x01\x00\x00\x00b")],
+            [salt_key("a"), salt_key("b")],
+            [media_key("a", 0)],
+            [media_key("a", 1)],
+            [media_key("b", 0)],
+            [media_key("a", 0), media_key("a", 1)],
         ]
         blocks = [[1, 2], [2, 1], [1, 2, 0], [0, 1, 2], [1], [258]]
         parents = [None, *hash_blocks([5, 6], 1)]
@@ -223,8 +223,8 @@ class TestNoCollisions:
         assert hash_blocks([1, 2], 1, extra_keys={0: [], 1: ()}) == hash_blocks([1, 2], 1)
 
     def test_order_and_repetition_do_not_matter(self) -> None:
-        one = hash_blocks([1], 1, extra_keys={0: [LoRAKey("a"), SaltKey("b")]})
-        assert one == hash_blocks([1], 1, extra_keys={0: [SaltKey("b"), LoRAKey("a"), SaltKey("b")]})
+        one = hash_blocks([1], 1, extra_keys={0: [lora_key("a"), salt_key("b")]})
+        assert one == hash_blocks([1], 1, extra_keys={0: [salt_key("b"), lora_key("a"), salt_key("b")]})
 
     def test_an_early_change_reaches_every_later_block(self) -> None:
         tokens = list(range(40))
@@ -232,7 +232,7 @@ class TestNoCollisions:
             hash_blocks(tokens, 4),
             hash_blocks([99, *tokens[1:]], 4),
             hash_blocks(tokens, 4, seed="s"),
-            hash_blocks(tokens, 4, extra_keys={0: [SaltKey("s")]}),
+            hash_blocks(tokens, 4, extra_keys={0: [salt_key("s")]}),
         ]
         for one, other in itertools.combinations(changes, 2):
             assert set(one).isdisjoint(other)
@@ -240,7 +240,7 @@ class TestNoCollisions:
 
 class TestExtraKeysOf:
     def test_lora_and_salt_mark_the_first_block_only(self) -> None:
-        assert extra_keys_of(3, 4, lora="l", salt="s") == {0: [LoRAKey("l"), SaltKey("s")]}
+        assert extra_keys_of(3, 4, lora="l", salt="s") == {0: [lora_key("l"), salt_key("s")]}
         assert extra_keys_of(3, 4, first_block=1, lora="l", salt="s") == {}
         assert extra_keys_of(3, 4) == {}
         assert extra_keys_of(0, 4, salt="s") == {}
@@ -250,11 +250,11 @@ class TestExtraKeysOf:
         # image          3   4 5 6 7   8
         marks = extra_keys_of(3, 4, items=[MultiModalItem("image", 3, 6)])
         assert marks == {
-            0: [MultiModalKey("image", 3)],
-            1: [MultiModalKey("image", -1)],
-            2: [MultiModalKey("image", -5)],
+            0: [media_key("image", 3)],
+            1: [media_key("image", -1)],
+            2: [media_key("image", -5)],
         }
-        assert extra_keys_of(3, 4, items=[MultiModalItem("image", 4, 4)]) == {1: [MultiModalKey("image", 0)]}
+        assert extra_keys_of(3, 4, items=[MultiModalItem("image", 4, 4)]) == {1: [media_key("image", 0)]}
 
     @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 40), st.integers(1, 40))
     def test_parts_agree_with_the_whole(self, block_size: int, first: int, start: int, length: int) -> None:

@@ -9,12 +9,21 @@ from dataclasses import fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.server_kit import SMALL, Client, T, publish, publishing, registered, stored, until
+from tests.unit.server_kit import (
+    SMALL,
+    Client,
+    IndexServer,
+    T,
+    publish,
+    publishing,
+    registered,
+    stored,
+    until,
+)
 
 from kvtier.connector import ConnectorStats
 from kvtier.connector.metrics import METRICS, is_of_tiers
 from kvtier.errors import InputError
-from kvtier.index.server import IndexServer
 from kvtier.metrics import SECONDS, Histogram, Metric, MetricKind, Registry, format_family
 from kvtier.tiers import TierStats
 

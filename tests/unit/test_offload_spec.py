@@ -34,7 +34,8 @@ from kvtier.offload import (
 )
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.rendezvous import default_directory, path_of
-from kvtier.testing.caches import ManualClock, make_caches, make_config
+from kvtier.testing.caches import make_caches, make_config
+from kvtier.testing.kit import ManualClock
 from kvtier.transfer.host import HostHandler
 from kvtier.transfer.layout import canonicalize
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.caches import LAYOUTS
-from kvtier.testing.pairs import cover_pairs, pairs_of
+from kvtier.testing.kit import cover_pairs, pairs_of
 
 PARAMETERS: list[tuple[list[Any], ...]] = [
     ([1, 2], [1, 2]),

@@ -20,7 +20,17 @@ from typing import Any, Self
 import msgspec
 import pytest
 import zmq
-from tests.unit.server_kit import SMALL, Client, T, publish, publishing, registered, stored, until
+from tests.unit.server_kit import (
+    SMALL,
+    Client,
+    IndexServer,
+    T,
+    publish,
+    publishing,
+    registered,
+    stored,
+    until,
+)
 
 from kvtier.cli.index import serve_command
 from kvtier.config import parse_size
@@ -28,7 +38,6 @@ from kvtier.errors import OutsideError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index.prefix import FORMS, PrefixIndex
-from kvtier.index.server import IndexServer
 from kvtier.index.service import GroupKey, Registration, Service, Settings
 from kvtier.index.xxh3 import chain_keys, local_hashes, token_array
 from kvtier.keys import hash_blocks, hash_to_u64

@@ -21,6 +21,7 @@ from tests.unit.server_kit import (
     PATIENCE,
     SMALL,
     Client,
+    IndexServer,
     T,
     publish,
     publishing,
@@ -32,7 +33,6 @@ from tests.unit.server_kit import (
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved
 from kvtier.index.http import Access, HttpError, HttpLimits, HttpRequest, HttpServer, Response, read_token
-from kvtier.index.server import IndexServer
 from kvtier.index.service import Settings
 
 

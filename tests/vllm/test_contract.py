@@ -24,7 +24,7 @@ from kvtier.errors import ConfigError, InputError
 from kvtier.integrations import VersionRange
 from kvtier.integrations.summary import INTERVAL, Summary
 from kvtier.offload import TransferResult
-from kvtier.testing.caches import ManualClock
+from kvtier.testing.kit import ManualClock
 
 LEFT_ALONE = {
     "bind_gpu_block_pool": "the cache manager is bound",

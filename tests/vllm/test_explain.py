@@ -12,7 +12,7 @@ from tests.vllm.test_tiers import wait_open
 
 from kvtier.connector import Explanation
 from kvtier.offload import MissReason
-from kvtier.testing.caches import ManualClock
+from kvtier.testing.kit import ManualClock
 
 ASK = {"kvtier": {"explain": True}}
 ROW = 3 * 32 * 2 * 2 * 32 * 4  # layers, tokens, K and V, heads, head_dim, bytes

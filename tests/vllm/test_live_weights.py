@@ -16,7 +16,7 @@ from tests.vllm.models import save_trained
 from tests.vllm.test_async_scheduling import async_scheduling
 from tests.vllm.test_tiers import wait_open, wait_written
 
-from kvtier.testing.caches import ManualClock
+from kvtier.testing.kit import ManualClock
 
 __all__ = ["async_scheduling"]  # a fixture
 PROMPTS = [make_prompt(seed, 60 + 30 * seed) for seed in range(3)]

@@ -70,50 +70,19 @@ if TYPE_CHECKING:
     )
     from kvtier.events.wire_structs import Encoding
 
-_IMPORTED_LATER = {
-    "config": ("KVEventsConfig",),
-    "curve": ("CurveClient", "CurveServer", "make_keys"),
-    "follow.follower": ("Follower",),
-    "follow.link": ("SocketOptions", "Source"),
-    "follow.state": ("RequestKind", "StreamRequest"),
-    "publisher": (
-        "EventPublisher",
-        "EventPublisherFactory",
-        "NullEventPublisher",
-        "PublisherStats",
-        "ZmqEventPublisher",
-    ),
-    "subscriber": ("Subscriber",),
-    "updates": (
-        "Counters",
-        "Kind",
-        "Limits",
-        "Received",
-        "Reset",
-        "SourceStatus",
-        "State",
-        "StateChanged",
-        "Update",
-    ),
-    "wire": (
-        "Batch",
-        "Change",
-        "DecodedBatch",
-        "EventEncoder",
-        "NumberedPayload",
-        "Place",
-        "array_fields",
-        "change_of",
-        "decode_batch",
-        "frame_batch",
-        "hash_sum",
-        "place_of",
-        "place_weight",
-        "to_u64",
-    ),
-    "wire_structs": ("Encoding",),
-}
-_MODULE_OF = {name: module for module, names in _IMPORTED_LATER.items() for name in names}
+_LATER = (
+    "wire_structs",
+    "wire",
+    "updates",
+    "follow.state",
+    "follow.follower",
+    "curve",
+    "config",
+    "follow.link",
+    "subscriber",
+    "publisher",
+)
+"""The modules of the other names. Those from `curve` on need ZeroMQ, so they come last."""
 
 __all__ = [
     "MEDIUM_CPU",
@@ -176,13 +145,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = found  # so that the next access does not come here
-    return found
+    """Import modules until one has the public name."""
+    if name in __all__:
+        for module in _LATER:
+            found = getattr(import_module(f"{__name__}.{module}"), name, None)
+            if found is not None:
+                globals()[name] = found  # so that the next access does not come here
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _MODULE_OF.keys())
+    return sorted({*globals(), *__all__})

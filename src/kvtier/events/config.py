@@ -12,28 +12,60 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import Any, Self
+from dataclasses import dataclass
 
+from kvtier.config_fields import (
+    LARGEST,
+    at_least,
+    instance,
+    one_of,
+    optional,
+    read_fields,
+    read_flag,
+    read_name,
+    setting,
+)
 from kvtier.errors import ConfigError, InputError, show_value
 from kvtier.events.curve import CurveServer
 from kvtier.events.wire import array_fields
 from kvtier.events.wire_structs import Encoding
 
-HASH_FORMATS = ("as_is", "u64")
-COUNTINGS = ("count", "set")
 VLLM_FIELDS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
 """The fields that every registered publisher gets by name.
 
 It gets the whole config if any other field was set.
 """
-_MOST = (1 << 31) - 1
-"""The highest allowed count: ZeroMQ takes ints of 32 bits, and no machine has memory for more batches."""
 _DAY = 24 * 3600
 _TCP = re.compile(r"(tcp://.*):(\d+)")
 _LAST_PORT = 65535
+
+
+def _read_text(path: str, value: object) -> str:
+    if not (isinstance(value, str) and value.isprintable()):
+        raise ConfigError(path, f"expected a string that can be printed, got {show_value(value)}")
+    return value
+
+
+def _read_address(path: str, value: object) -> str:
+    if not _read_text(path, value):
+        raise ConfigError(path, "expected an address such as tcp://*:5557, got an empty one")
+    return str(value)
+
+
+def _read_version(path: str, value: object) -> str:
+    version = _read_text(path, value)
+    try:
+        array_fields(version)
+    except ValueError as error:
+        raise ConfigError(path, str(error)) from None
+    return version
+
+
+def _read_interval(path: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _DAY:
+        expected = f"seconds greater than 0 and up to a day ({_DAY}), or nothing"
+        raise ConfigError(path, f"expected {expected}, got {show_value(value)}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -69,99 +101,32 @@ class KVEventsConfig:
     - `bind`: bind `endpoint` (true) or connect to it (false); `None` decides by its form, as said above.
     """
 
-    enable_kv_cache_events: bool = False
-    publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-    encoding: str = "map"
-    array_version: str = "0.23"
-    hash_format: str = "u64"
-    counting: str = "count"
-    heartbeat_interval: float | None = 1.0
-    clear_on_start: bool = True
-    sequence_file: str | None = None
-    replay_topic_frame: bool = True
-    max_blocks_per_event: int | None = None
-    buffer_bytes: int = 256 << 20
-    curve: CurveServer | None = None
-    bind: bool | None = None
+    enable_kv_cache_events: bool = setting(read_flag, False)
+    publisher: str | None = setting(optional(read_name), None)
+    endpoint: str = setting(_read_address, "tcp://*:5557")
+    replay_endpoint: str | None = setting(optional(_read_address), None)
+    buffer_steps: int = setting(at_least(1), 10_000)
+    hwm: int = setting(at_least(0), 100_000)
+    max_queue_size: int = setting(at_least(1), 100_000)
+    topic: str = setting(_read_text, "")
+    encoding: str = setting(one_of(*(encoding.value for encoding in Encoding)), "map")
+    array_version: str = setting(_read_version, "0.23")
+    hash_format: str = setting(one_of("as_is", "u64"), "u64")
+    counting: str = setting(one_of("count", "set"), "count")
+    heartbeat_interval: float | None = setting(optional(_read_interval), 1.0)
+    clear_on_start: bool = setting(read_flag, True)
+    sequence_file: str | None = setting(optional(read_name), None)
+    replay_topic_frame: bool = setting(read_flag, True)
+    max_blocks_per_event: int | None = setting(optional(at_least(1)), None)
+    buffer_bytes: int = setting(at_least(1, LARGEST), 256 << 20)
+    curve: CurveServer | None = setting(optional(instance(CurveServer)), None)
+    bind: bool | None = setting(optional(read_flag), None)
 
     def __post_init__(self) -> None:
         """Check every field, and fill in derived values."""
+        read_fields(self)
         if self.publisher is None:
             object.__setattr__(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
-        if isinstance(self.curve, Mapping):
-            object.__setattr__(self, "curve", CurveServer.from_mapping(self.curve))
-        for name in ("enable_kv_cache_events", "clear_on_start", "replay_topic_frame"):
-            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
-        _check("bind", self.bind, self.bind is None or isinstance(self.bind, bool), "true, false or nothing")
-        for name in ("publisher", "endpoint", "topic", "array_version"):
-            value = getattr(self, name)
-            good = isinstance(value, str) and value.isprintable() and (value or name == "topic")
-            _check(name, value, good, "a string that can be printed")
-        for name in ("replay_endpoint", "sequence_file"):
-            value = getattr(self, name)
-            _check(name, value, value is None or (isinstance(value, str) and value), "a string or nothing")
-        for name, least in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1)):
-            _check_count(name, getattr(self, name), least, _MOST)
-        _check_count("buffer_bytes", self.buffer_bytes, 1, (1 << 63) - 1)
-        self._check_choices()
-
-    def _check_choices(self) -> None:
-        _check_one_of("encoding", self.encoding, [encoding.value for encoding in Encoding])
-        _check_one_of("hash_format", self.hash_format, HASH_FORMATS)
-        _check_one_of("counting", self.counting, COUNTINGS)
-        beat, most = self.heartbeat_interval, self.max_blocks_per_event
-        good = beat is None or (
-            isinstance(beat, (int, float)) and not isinstance(beat, bool) and 0 < beat <= _DAY
-        )
-        _check(
-            "heartbeat_interval", beat, good, f"seconds greater than 0 and up to a day ({_DAY}), or nothing"
-        )
-        if most is not None:
-            _check_count("max_blocks_per_event", most, 1, _MOST, ", or nothing")
-        _check(
-            "curve", self.curve, self.curve is None or isinstance(self.curve, CurveServer), "a CurveServer"
-        )
-        try:
-            array_fields(self.array_version)
-        except ValueError as error:
-            raise ConfigError("array_version", str(error)) from None
-
-    @classmethod
-    def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a config from the names and values of a JSON file."""
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                shown = (
-                    name
-                    if isinstance(name, str) and name.isprintable() and len(name) < 80
-                    else show_value(name)
-                )
-                near = get_close_matches(shown, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
-                raise ConfigError(shown, f"unknown field{hint}")
-        return cls(**settings)
-
-
-def _check_count(name: str, value: object, least: int, most: int, more: str = "") -> None:
-    enough = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    _check(name, value, enough, f"a whole number of at least {least}{more}")
-    _check(name, value, isinstance(value, int) and value <= most, f"a whole number of at most {most}{more}")
-
-
-def _check(name: str, value: object, good: object, expected: str) -> None:
-    if not good:
-        raise ConfigError(name, f"expected {expected}, got {show_value(value)}")
-
-
-def _check_one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    _check(name, value, value in choices, "one of " + ", ".join(choices))
 
 
 # -- addresses -------------------------------------------------------------------------------------

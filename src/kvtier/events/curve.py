@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import zmq
 import zmq.auth
@@ -82,17 +82,6 @@ class CurveServer:
 
     secret_key_file: str
     clients_dir: str | None = None
-
-    @classmethod
-    def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
-        """Make the keys from the names and values of a JSON file."""
-        names = [field.name for field in fields(cls)]
-        wrong = [name for name in settings if name not in names]
-        if wrong or "secret_key_file" not in settings:
-            raise ConfigError(
-                "curve", f"expected secret_key_file and perhaps clients_dir, got {sorted(settings)}"
-            )
-        return cls(**settings)
 
     def apply(self, sock: zmq.Socket[bytes]) -> None:
         """Make a socket a CURVE server; call it before the socket is bound."""

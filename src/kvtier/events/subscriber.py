@@ -54,7 +54,6 @@ class Subscriber(Generic[B]):
         sockets: SocketOptions | None = None,
         max_updates: int = 4096,
         context: zmq.Context[Any] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Follow `sources`, and sources added later.
 
@@ -68,7 +67,6 @@ class Subscriber(Generic[B]):
         self._context = context
         self._own_context: zmq.Context[Any] = zmq.Context()
         self._own_context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._clock = clock
         self._wall = time.time() - time.monotonic()
         self._links: dict[str, Link[B]] = {}
         self._changes: deque[tuple[bool, Link[B]]] = deque()  # (whether it is added, link), from any thread
@@ -95,7 +93,7 @@ class Subscriber(Generic[B]):
 
     def add(self, source: Source) -> None:
         """Begin to follow a source. Its name must be new, and its address usable."""
-        now = self._clock()
+        now = time.monotonic()
         can_ask = source.replay_endpoint is not None
         follower = Follower(source.name, self._decode, can_ask=can_ask, limits=self._limits, now=now)
         with self._names:
@@ -147,7 +145,7 @@ class Subscriber(Generic[B]):
 
         With `None`, wait as long as it takes.
         """
-        until = None if timeout is None else self._clock() + timeout
+        until = None if timeout is None else time.monotonic() + timeout
         with self._polling:
             wait: float | None = 0.0
             while not self._is_closed:
@@ -156,7 +154,7 @@ class Subscriber(Generic[B]):
                 if self._updates:
                     taken, self._updates = self._updates, []
                     return taken
-                now = self._clock()
+                now = time.monotonic()
                 if not self._ready and until is not None and now >= until:
                     break
                 wait = 0.0 if self._ready else self._idle(now, until)
@@ -181,7 +179,7 @@ class Subscriber(Generic[B]):
     def _run_once(self) -> None:
         """Do the due work, a bounded part of it for every source."""
         self._apply_source_changes()
-        now = self._clock()
+        now = time.monotonic()
         self._tick_due_followers(now)
         waiting = deque(self._ready)
         busy = []

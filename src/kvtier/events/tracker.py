@@ -170,38 +170,38 @@ class OffloadingEventsTracker:
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
         """Translate the tiers' changes, in order."""
-        told: list[KVCacheEvent] = []
+        announced: list[KVCacheEvent] = []
         removed: list[OffloadKey] = []
         for event in events:
             if event.removed:
-                told += self._removed(event)
+                announced += self._removed(event)
                 removed += event.keys
             else:
                 if event.descriptions is not None:
                     self._recall(event.keys, event.descriptions)
                 if self._cleared:
-                    told += self._remove_cleared_blocks(event)
-                told += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
+                    announced += self._remove_cleared_blocks(event)
+                announced += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
         if self._held:
             for key in removed:  # only now: a chunk that left one medium may have arrived in another
                 if key in self._held and not _media(self._held[key]):
                     del self._held[key]
-        return told
+        return announced
 
     def retell(self) -> list[KVCacheEvent]:
         """Announce every held chunk again, parents first.
 
         For listeners that were made to forget too much.
         """
-        told: list[KVCacheEvent] = []
+        announced: list[KVCacheEvent] = []
         for medium in sorted({medium for chunk in self._held.values() for medium in _media(chunk)}):
             held = (
                 chunk if medium in chunk.media else _undescribed(key)
                 for key, chunk in self._held.items()
                 if medium in _media(chunk)
             )
-            told += _announce(_without_repeats(_parents_first(held)), medium)
-        return told
+            announced += _announce(_without_repeats(_parents_first(held)), medium)
+        return announced
 
     def describe_chunks(self, keys: Sequence[OffloadKey]) -> Callable[[int], bytes]:
         """Return a function that encodes the description of the n-th of these chunks, for a tier to keep.

@@ -38,19 +38,10 @@ from kvtier.events.types import (
     KVCacheEvent,
     Mark,
 )
-from kvtier.events.wire_structs import (
-    CARRIERS,
-    EACH,
-    MARK_KEY,
-    OUTER,
-    SALT_KEY,
-    SALTS,
-    WHOLE,
-    Encoding,
-    Event,
-    encoding_of,
-)
+from kvtier.events.wire_structs import EACH, OUTER, WHOLE, Encoding, Event, encoding_of
 
+MARK_KEY, SALT_KEY = "kvtier", "cache_salt"
+"""The fields of marks and of SGLang's salts, which are not fields of an event."""
 U64 = (1 << 64) - 1
 _MARK_BYTES, _SALT_BYTES = msgspec.msgpack.encode(MARK_KEY), msgspec.msgpack.encode(SALT_KEY)
 _SHORT_HEAD = struct.Struct(">BBdB").pack
@@ -285,8 +276,8 @@ def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
         raise ValueError(f"not an event batch: {error} (in {len(payload)} bytes)") from None
     batch = DecodedBatch(outer.ts, [], outer.data_parallel_rank)
     for raw in map(bytes, outer.events):
-        mark = _decode_mark(raw) if _MARK_BYTES in raw else None
-        event = _decode_event(raw, tokens) if mark is None else None
+        event = decode_event(raw, tokens)
+        mark = _decode_mark(raw) if _MARK_BYTES in raw and _is_empty_removal(event) else None
         if mark is not None:
             batch.mark = mark
         elif event is not None:
@@ -296,7 +287,7 @@ def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
     return batch
 
 
-def _decode_event(raw: bytes, tokens: bool) -> Event | None:
+def decode_event(raw: bytes, tokens: bool = True) -> Event | None:
     """Read one event, or at least its blocks and place; `None` if even that fails."""
     for reader in EACH[encoding_of(raw), tokens]:
         try:
@@ -309,23 +300,35 @@ def _decode_event(raw: bytes, tokens: bool) -> Event | None:
 
 def _salted(event: BlockStored, raw: bytes) -> BlockStored:
     """Move the salt of an SGLang event to its place in vLLM: the extra keys of a chain's first block."""
-    try:
-        salt = SALTS[encoding_of(raw)].decode(raw).salt
-    except (ValueError, RecursionError):
+    salt = _read_further(raw, SALT_KEY)
+    if not isinstance(salt, str) or not salt:
         return event
-    if not salt or event.extra_keys is not None or event.parent_block_hash is not None:
+    if event.extra_keys is not None or event.parent_block_hash is not None:
         return event
     first = (event.lora_name, salt) if event.lora_name else (salt,)
     return msgspec.structs.replace(event, extra_keys=[first, *[None] * (len(event.block_hashes) - 1)])
 
 
+def _is_empty_removal(event: Event | None) -> bool:
+    return isinstance(event, BlockRemoved) and not event.block_hashes
+
+
 def _decode_mark(raw: bytes) -> Mark | None:
-    """Return the mark in an event of no blocks; `None` if it carries none."""
+    """Return the mark that an event carries; `None` if it carries none."""
     try:
-        carrier = CARRIERS[encoding_of(raw)].decode(raw)
-    except (ValueError, RecursionError):
+        return msgspec.convert(_read_further(raw, MARK_KEY), Mark)
+    except ValueError:
         return None
-    return None if carrier.block_hashes else carrier.mark
+
+
+def _read_further(raw: bytes, name: str) -> Any:
+    """Return a field that events do not have: an entry of a map, or of a map among an array's fields."""
+    try:
+        fields = msgspec.msgpack.decode(raw)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    maps = [fields] if isinstance(fields, dict) else [one for one in fields if isinstance(one, dict)]
+    return next((one[name] for one in maps if name in one), None)
 
 
 # -- frames ----------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 The public events require all fields of the newest vLLM. Older versions and other engines send fewer, and
 arrays besides maps; SGLang's arrays (up to 0.5.19) differ behind the medium. The structs here read all of
-that and become public events. Marks and SGLang's salts are not fields of an event, so separate structs read
-them. Nothing here keeps state: any thread may use it. `kvtier.events.wire` decodes with this module.
+that and become public events. Nothing here keeps state: any thread may use it. `kvtier.events.wire` decodes
+with this module.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, Mark
+from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
-MARK_KEY = "kvtier"
-SALT_KEY = "cache_salt"
 
 _T = TypeVar("_T")
 _MAP_HEADS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
@@ -126,50 +124,6 @@ def _readers(form: Encoding, *, is_core: bool = False) -> dict[bool, Reader]:
     }
 
 
-class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
-    """The event that carries a mark, as a map."""
-
-    block_hashes: list[Any]
-    mark: Mark = msgspec.field(name=MARK_KEY)
-
-
-class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    """The event that carries a mark, as an array: the mark is behind every field that a removal ever had."""
-
-    block_hashes: list[Any]
-    medium: Any
-    group_idx: Any
-    locality: Any
-    ownership: Any
-    slot: dict[str, Mark]
-
-    @property
-    def mark(self) -> Mark | None:
-        return self.slot.get(MARK_KEY)
-
-
-class _MapSalt(msgspec.Struct, tag="BlockStored", gc=False):
-    """The salt in a stored event of SGLang, as a map. The chain of blocks began with this salt."""
-
-    salt: str = msgspec.field(name=SALT_KEY)
-
-
-class _ArraySalt(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
-    """The same as an array: the salt is in a map behind the medium."""
-
-    block_hashes: Any
-    parent_block_hash: Any
-    token_ids: Any
-    block_size: Any
-    lora_id: Any
-    medium: Any
-    slot: dict[str, str]
-
-    @property
-    def salt(self) -> str | None:
-        return self.slot.get(SALT_KEY)
-
-
 _MAP, _ARRAY = _readers(Encoding.MAP), _readers(Encoding.ARRAY)
 _CORE = _readers(Encoding.ARRAY, is_core=True)
 
@@ -194,13 +148,3 @@ EACH = {
 
 Tokens that are not numbers are left out.
 """
-
-CARRIERS: dict[Encoding, msgspec.msgpack.Decoder[Any]] = {
-    Encoding.MAP: msgspec.msgpack.Decoder(_MapCarrier),
-    Encoding.ARRAY: msgspec.msgpack.Decoder(_ArrayCarrier),
-}
-
-SALTS: dict[Encoding, msgspec.msgpack.Decoder[Any]] = {
-    Encoding.MAP: msgspec.msgpack.Decoder(_MapSalt),
-    Encoding.ARRAY: msgspec.msgpack.Decoder(_ArraySalt),
-}

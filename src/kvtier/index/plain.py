@@ -109,32 +109,22 @@ class PlainTable:
                 self.clear(worker)
             elif op == Op.REMOVED:
                 self._remove(worker, area, part)
-            elif unique and (done := self._new_ones(worker, area, part)) < count:
-                self._store(worker, area, part[:done])
+            elif (done := len(self._store(worker, area, part, unique))) < count:
                 return edit, done
-            else:
-                self._store(worker, area, part)
         return None
-
-    def _new_ones(self, worker: int, area: int, keys: list[int]) -> int:
-        """Return how many leading blocks are new to the worker in that area, and named only once."""
-        bit, seen = 1 << (worker * MAX_AREAS + area), set[int]()
-        for number, key in enumerate(keys):
-            holders = self._blocks.get(key)
-            if key in seen or (holders is not None and holders.mask & bit):
-                return number
-            seen.add(key)
-        return len(keys)
 
     def store(self, worker: int, area: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         return np.array(self._store(worker, area, hashes.tolist()), np.bool_)
 
-    def _store(self, worker: int, area: int, keys: list[int]) -> list[bool]:
+    def _store(self, worker: int, area: int, keys: list[int], unique: bool = False) -> list[bool]:
+        """Store blocks; return which of them are new. If `unique`, stop at the first that is not."""
         bit = 1 << (worker * MAX_AREAS + area)
         fresh = []
         for key in keys:
             old = self._blocks.get(key)
             if old is not None and old.mask & bit:
+                if unique:
+                    break
                 fresh.append(False)
                 continue
             new = self._sets.get(bit if old is None else old.mask | bit)

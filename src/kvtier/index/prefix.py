@@ -37,7 +37,7 @@ import numpy.typing as npt
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
-from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
+from kvtier.events.wire import U64, Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
 from kvtier.index.applier import EventApplier, WorkerState
 from kvtier.index.base import (
     MAX_AREAS,
@@ -62,7 +62,6 @@ Counting = Literal["set", "count"]
 Entry = tuple[str, int, StorageTier]
 """A worker, the hash of a block that it holds, and the tier."""
 _NO_HASHES = np.empty(0, np.uint64)
-_U64 = (1 << 64) - 1
 
 
 def choose_form(form: str | None) -> str:
@@ -416,7 +415,7 @@ class PrefixIndex:
         """Return the index's size."""
         with self._lock:
             size = self._backend.table.stats()
-            workers, intake = self._workers.values(), self._applier
+            workers, applier = self._workers.values(), self._applier
             return IndexStats(
                 form=self.form,
                 blocks=size.blocks,
@@ -426,10 +425,10 @@ class PrefixIndex:
                 budget=self._budget,
                 dropped=size.dropped,
                 unknown=size.unknown,
-                ignored=intake.ignored,
-                refused=intake.past_refused + sum(worker.refused for worker in workers),
+                ignored=applier.ignored,
+                refused=applier.past_refused + sum(worker.refused for worker in workers),
                 waiting=sum(len(worker.translator.waiting) for worker in workers),
-                orphans_dropped=intake.past_orphans + sum(w.translator.waiting.dropped for w in workers),
+                orphans_dropped=applier.past_orphans + sum(w.translator.waiting.dropped for w in workers),
             )
 
     def check(self) -> None:
@@ -456,6 +455,6 @@ def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
         return hashes
     numbers: Any = hashes
     try:
-        return np.array([int(number) & _U64 for number in numbers], np.uint64)
+        return np.array([int(number) & U64 for number in numbers], np.uint64)
     except (TypeError, ValueError) as error:
         raise InputError(f"hashes: expected integers, got something else ({error})") from None

@@ -30,6 +30,7 @@ import numpy as np
 
 from kvtier.errors import InputError, OutsideError
 from kvtier.events.updates import Counters, State
+from kvtier.events.wire import U64
 from kvtier.index.base import Hashes, Match, StorageTier
 from kvtier.index.http import Access, HttpError, HttpRequest, Response
 from kvtier.index.service import (
@@ -272,14 +273,14 @@ class Api:
 
     def _group(self, wanted: _Question) -> Group:
         group = self.service.group(wanted.group)
-        size = group.block_size
+        size = group.index.block_size
         if size is not None and wanted.block_size not in (None, size):
             raise HttpError(400, f"block_size: expected {size} for this model, got {wanted.block_size}")
         return group
 
     def _scores(self, wanted: _Question, group: Group, keys: Hashes) -> Any:
         match, confidences = self.service.answer(wanted.group, keys)
-        tokens = _Tokens.of(match, group.block_size or 0)
+        tokens = _Tokens.of(match, group.index.block_size or 0)
         if wanted.is_mooncake:
             return {wanted.group.routing_group: _mooncake(tokens, confidences, wanted.instance_id)}
         return _dynamo(tokens, confidences)
@@ -305,7 +306,7 @@ class Api:
                     "status": "active",
                     "model_name": key.model,
                     "routing_group": key.routing_group,
-                    "block_size": groups[key].block_size,
+                    "block_size": groups[key].index.block_size,
                     "endpoints": {},
                     "listeners": {},
                 },
@@ -344,7 +345,7 @@ class Api:
         try:
             opening = b"{"
             for key, group in self.service.groups().items():
-                name, size = msgspec.json.encode(":".join(key)), msgspec.json.encode(group.block_size)
+                name, size = msgspec.json.encode(":".join(key)), msgspec.json.encode(group.index.block_size)
                 yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
                 first, number = b"", 0
                 slices, ids = group.index.dump(), self.service.instance_ids(key)
@@ -390,7 +391,7 @@ def _hashes(values: list[int]) -> Hashes:
     """Return hashes in the form of the index; a negative hash is the same 64 bits as a signed number."""
     if any(not -(1 << 63) <= value < 1 << 64 for value in values):
         raise HttpError(422, "expected hashes of 64 bits")
-    return np.array([value & ((1 << 64) - 1) for value in values], np.uint64)
+    return np.array([value & U64 for value in values], np.uint64)
 
 
 class _Tokens(NamedTuple):

@@ -1,8 +1,7 @@
 """An index over HTTP: `kvtier index serve`.
 
-`serve` blocks until it is stopped; `IndexServer` does the same in its own thread. Two threads do the work:
-one follows the publishers and owns their sockets, the other serves HTTP. The server listens once the index's
-loops are compiled. Running requests finish before it stops.
+Two threads do the work: one follows the publishers and owns their sockets, the other serves HTTP. The server
+listens once the index's loops are compiled. Running requests finish before it stops.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Self
 
 from kvtier.errors import InputError, OutsideError
 from kvtier.index.http import Access, HttpLimits, HttpServer
@@ -41,12 +38,12 @@ def serve(
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in signals:
             loop.add_signal_handler(number, stop.set)
-        await _serve(host, port, service, limits, access, follow, on_ready, stop)
+        await run(host, port, service, limits, access, follow, on_ready, stop)
 
     # The event loop, which handles signals later, does not run yet.
     before = {number: signal.signal(number, _exit) for number in signals}
     try:
-        service = _make_service(host, settings)
+        service = make_service(host, settings)
         asyncio.run(serve_until_signalled())
     finally:
         for number, handler in before.items():
@@ -61,7 +58,7 @@ def _exit(*_: object) -> None:
     os._exit(0)
 
 
-def _make_service(host: str, settings: Settings | None) -> Service:
+def make_service(host: str, settings: Settings | None) -> Service:
     """Make the service of a server; a host that cannot be right is refused before anything is compiled."""
     if not host:  # the system would take it for every address
         expected = "expected an address such as 127.0.0.1, or 0.0.0.0 for all of the machine's"
@@ -69,7 +66,7 @@ def _make_service(host: str, settings: Settings | None) -> Service:
     return Service(settings)
 
 
-async def _serve(
+async def run(
     host: str,
     port: int,
     service: Service,
@@ -96,55 +93,3 @@ async def _serve(
     finally:
         await server.close()
         service.close()
-
-
-class IndexServer:
-    """A server in its own thread. As a context manager it listens when entered and has stopped when left."""
-
-    def __init__(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        settings: Settings | None = None,
-        limits: HttpLimits | None = None,
-        access: Access | None = None,
-        follow: Iterable[Registration] = (),
-    ) -> None:
-        """Take the arguments of `serve`."""
-        self.url = ""
-        self._host, self._port, self._settings = host, port, settings
-        self._arguments = limits, access, follow
-        self._ready = threading.Event()
-        self._failure: BaseException | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._thread = threading.Thread(target=self._run, name="kvtier-index-http", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._main(_make_service(self._host, self._settings)))
-        except (InputError, OutsideError) as error:
-            self._failure = error
-        finally:
-            self._ready.set()
-
-    async def _main(self, service: Service) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        await _serve(self._host, self._port, service, *self._arguments, self._on_ready, self._stop)
-
-    def _on_ready(self, url: str) -> None:
-        self.url = url
-        self._ready.set()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
-        if self._failure is not None:
-            raise self._failure
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._loop is not None and self._stop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()

@@ -18,15 +18,15 @@ import logging
 import threading
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.errors import InputError, KVTierError, LogLimit
 from kvtier.events.curve import CurveClient
 from kvtier.events.follow.link import Source
 from kvtier.events.subscriber import Subscriber
 from kvtier.events.updates import Limits, Received, Reset, SourceStatus, State, StateChanged, Update
-from kvtier.index.base import Hashes, Match
-from kvtier.index.prefix import PrefixIndex
+from kvtier.index.base import Hashes, Keys, Match
+from kvtier.index.prefix import Counting, PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ class Settings:
     `budget` is per group.
     """
 
-    keys: Literal["engine", "xxh3"] = "xxh3"
+    keys: Keys = "xxh3"
     seed: str = ""
     budget: int = 1 << 30
     form: str | None = None
-    counting: Literal["set", "count"] = "count"
+    counting: Counting = "count"
     max_groups: int = 64
     max_sources: int = 4096
     max_ranks: int = 64
@@ -172,24 +172,12 @@ class Group:
     members: dict[str, Subscription] = field(default_factory=dict)
     """By the name of their source."""
 
-    @property
-    def block_size(self) -> int | None:
-        """Return the number of tokens in a block; `None` until a publisher names it."""
-        return self.index.block_size
-
     def representative(self, worker: Worker) -> Subscription | None:
         """Return the subscription that represents a worker: exactly one does, or none."""
         for member in self.members.values():
             if worker.rank in member.ranks and str(member.registration.instance_id) == worker.instance:
                 return member
         return None
-
-
-class Answer(NamedTuple):
-    """How much each worker holds, and how far that can be trusted."""
-
-    match: Match
-    confidences: dict[Worker, Confidence]
 
 
 class NotFound(InputError):
@@ -257,11 +245,11 @@ class Service:
             if len(self._groups) >= self.settings.max_groups:
                 raise Conflict(f"expected at most {self.settings.max_groups} models and routing groups")
             return Group(self._new_index(new.block_size))
-        if group.block_size is None and new.block_size is not None:
+        if group.index.block_size is None and new.block_size is not None:
             group.index.expect_block_size(new.block_size)
-        elif new.block_size not in (None, group.block_size):
+        elif new.block_size not in (None, group.index.block_size):
             where = f"model={new.group.model} routing_group={new.group.routing_group}"
-            sizes = f"existing={group.block_size}, requested={new.block_size}"
+            sizes = f"existing={group.index.block_size}, requested={new.block_size}"
             raise Conflict(f"block_size mismatch for {where}: {sizes}")
         return group
 
@@ -407,11 +395,11 @@ class Service:
             ids = [subscription.registration.instance_id for subscription in members]
         return {str(instance_id): instance_id for instance_id in ids}
 
-    def answer(self, key: GroupKey, hashes: Hashes) -> Answer:
-        """Return how much of a prefix each worker holds. Match and states belong to the same moment."""
+    def answer(self, key: GroupKey, hashes: Hashes) -> tuple[Match, dict[Worker, Confidence]]:
+        """Return how much of a prefix each worker holds, and how far that can be trusted at that moment."""
         with self._lock:
             group = self._group(key)
-            return Answer(group.index.match(hashes), self._confidences(group))
+            return group.index.match(hashes), self._confidences(group)
 
     def subscriptions(self) -> list[tuple[Subscription, list[Confidence]]]:
         """Return the followed publishers, and how far the data about their workers can be trusted."""

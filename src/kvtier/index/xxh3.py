@@ -28,10 +28,10 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.errors import InputError
+from kvtier.events.wire import U64
 from kvtier.index.base import Hashes
 
 SEED = 1337
-_U64 = (1 << 64) - 1
 _IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}")
 _SALT_PREFIX = "dynamo-cache-salt:"
 _pair = struct.Struct("<QQ").pack
@@ -44,7 +44,7 @@ def seed_of(lora: str | None = None, salt: str | None = None) -> int:
         seed += xxhash.xxh3_64_intdigest(lora.encode(), 0)
     if salt:
         seed += xxhash.xxh3_64_intdigest(salt.encode(), 1)
-    return seed & _U64
+    return seed & U64
 
 
 def token_array(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint32]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, HEIGHT = 520, 320
@@ -33,21 +32,9 @@ def format_time(milliseconds: float) -> str:
     return f"{milliseconds / 1000:g} s" if milliseconds >= 1000 else f"{milliseconds:g} ms"
 
 
-class Scale(Protocol):
-    """A map of values to positions on an axis."""
-
-    def position(self, value: float) -> float:
-        """Return the position of a value: 0 at the start of the axis, 1 at its end."""
-        ...
-
-    def ticks(self) -> list[float]:
-        """Return the values that are labelled on the axis."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear scale from `low` to `high`."""
+    """A linear scale from `low` to `high`. Both scales map values to positions on an axis."""
 
     low: float
     high: float
@@ -58,9 +45,11 @@ class Linear:
         return cls(0, max(values, default=0) * 1.08 or 1)
 
     def position(self, value: float) -> float:
+        """Return the position of a value: 0 at the start of the axis, 1 at its end."""
         return min(max((value - self.low) / (self.high - self.low), 0), 1)
 
     def ticks(self) -> list[float]:
+        """Return the values that are labelled on the axis."""
         raw = (self.high - self.low) / 6
         power = 10 ** math.floor(math.log10(raw))
         spacing = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
@@ -99,7 +88,9 @@ class Log:
 class Plot:
     """One figure. Marks take the class names of the page's CSS: `off`, `on`, `gpu`, `cpu`, `recomputed`."""
 
-    def __init__(self, description: str, x: Scale, y: Scale, *, x_label: str, y_label: str) -> None:
+    def __init__(
+        self, description: str, x: Linear | Log, y: Linear | Log, *, x_label: str, y_label: str
+    ) -> None:
         self._description, self._x, self._y = description, x, y
         self._marks: list[str] = []
         self._axes: list[str] = []

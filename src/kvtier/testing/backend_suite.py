@@ -23,9 +23,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.keys import OffloadKey
 from kvtier.residency import MissReason
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
+from kvtier.testing.kit import PATIENCE, content_of, key
 from kvtier.testing.memory_tier import LooseRows
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowJob, TierResult
 from kvtier.tiers.io_threads import IOThreads
@@ -37,17 +38,11 @@ _CHURNED = 64
 """Rows of the tests with faults."""
 _SCOPE = SealScope("suite")
 _OTHER_SCOPE = SealScope("suite", epoch=1)
-_PATIENCE = 30.0
-
-
-def key(number: int, group: int = 0) -> OffloadKey:
-    """Return the key of a row."""
-    return make_offload_key(b"%032d" % number, group)
 
 
 def content(number: int, version: int = 0) -> bytes:
     """Return the bytes of a row."""
-    return random.Random(f"{number} {version}").randbytes(ROW_BYTES)
+    return content_of(number, version, ROW_BYTES)
 
 
 def sealed(number: int, version: int = 0, cuts: tuple[int, ...] = ()) -> BackendRow:
@@ -314,7 +309,7 @@ class BackendSuite:
                         wrong += sum(not _is_any_version(row, turn) for row in read)
             threads.check()
         finally:
-            assert threads.close(_PATIENCE)
+            assert threads.close(PATIENCE)
         return done, wrong
 
     def _run(
@@ -323,7 +318,7 @@ class BackendSuite:
         submit_rows(threads, direction, job_id, rows)
         results: list[TierResult] = []
         while sum(len(result.positions) for result in results) < len(rows):
-            assert threads.wait_any(_PATIENCE)
+            assert threads.wait_any(PATIENCE)
             results += threads.poll()
         return results
 
@@ -342,7 +337,7 @@ class BackendSuite:
             faulty.broken = None
             assert {r.outcome for r in self._run(threads, Direction.DEMOTE, 9, [empty(1)])} == {None}
         finally:
-            assert threads.close(_PATIENCE)
+            assert threads.close(PATIENCE)
 
     def test_a_hang_costs_its_deadline_and_keeps_the_memory(self, backend: Backend) -> None:
         now = [0.0]
@@ -351,7 +346,7 @@ class BackendSuite:
         try:
             faulty.hang()
             submit_rows(threads, Direction.DEMOTE, 1, [sealed(1)], deadline=5.0)
-            assert faulty.hanging.wait(_PATIENCE)
+            assert faulty.hanging.wait(PATIENCE)
             submit_rows(threads, Direction.DEMOTE, 2, [sealed(2)], deadline=5.0)
             assert threads.poll() == []
             now[0] = 5.0
@@ -362,7 +357,7 @@ class BackendSuite:
             faulty.release()
             results: list[TierResult] = []
             while not results:
-                assert threads.wait_any(_PATIENCE)
+                assert threads.wait_any(PATIENCE)
                 results = threads.poll()
             (result,) = results
             assert (result.returned, result.keys) == (True, used.keys)
@@ -370,12 +365,12 @@ class BackendSuite:
             threads.check()
         finally:
             faulty.release()
-            assert threads.close(_PATIENCE)
+            assert threads.close(PATIENCE)
 
     def test_threads_end(self, backend: Backend) -> None:
         before = threading.active_count()
         threads = IOThreads(backend, row_bytes=ROW_BYTES, threads=3)
-        assert threads.close(_PATIENCE)
+        assert threads.close(PATIENCE)
         assert threading.active_count() == before
 
 

@@ -28,16 +28,6 @@ LAYOUTS = (
 PADDING = 24  # elements
 
 
-class ManualClock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass(frozen=True)
 class Caches:
     """An engine's KV cache: tensors by layer, their groups, and the allocations behind them."""

@@ -22,6 +22,7 @@ from enum import Enum
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.seal import copy_into
 
 
 class BackendFault(Enum):
@@ -196,10 +197,7 @@ class FaultyBackend(Backend):
 
 
 def _fill(row: BackendRow, payload: bytes) -> None:
-    at = 0
-    for piece in row.pieces:
-        piece[:] = payload[at : at + piece.nbytes]
-        at += piece.nbytes
+    copy_into(row.pieces, memoryview(payload))
 
 
 class KillPoint:

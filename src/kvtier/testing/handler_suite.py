@@ -23,8 +23,8 @@ import pytest
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import InputError
-from kvtier.testing.caches import LAYOUTS, Caches, ManualClock, ReferenceTransfer, make_caches, make_config
-from kvtier.testing.pairs import cover_pairs
+from kvtier.testing.caches import LAYOUTS, Caches, ReferenceTransfer, make_caches, make_config
+from kvtier.testing.kit import PATIENCE, ManualClock, cover_pairs
 from kvtier.transfer.base import (
     NULL_BLOCK,
     CanonicalKVCaches,
@@ -35,7 +35,6 @@ from kvtier.transfer.base import (
 )
 from kvtier.transfer.layout import canonicalize
 
-PATIENCE = 30.0  # seconds until a wait that should have ended fails the test
 DEADLINE = 10.0  # seconds of the manual clock
 
 

@@ -18,19 +18,10 @@ from typing import NamedTuple
 import pytest
 
 from kvtier.errors import InputError
-from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.keys import OffloadKey
 from kvtier.offload import MissReason, OffloadingManager, ReqContext
+from kvtier.testing.kit import believed_held, key, keys
 from kvtier.transfer.base import BlockIDsLoadStoreSpec, LoadStoreSpec
-
-
-def key(number: int) -> OffloadKey:
-    """Return the key of a chunk."""
-    return make_offload_key(b"%032d" % number, 0)
-
-
-def keys(*numbers: int) -> list[OffloadKey]:
-    """Return the keys of chunks."""
-    return [key(number) for number in numbers]
 
 
 def slots(spec: LoadStoreSpec) -> list[int]:
@@ -208,7 +199,7 @@ class ManagerSuite:
         manager.reset_cache()
         manager.check()
         assert self.held(manager, (1, 2, 3)) == [False] * 3
-        assert replayed(manager) == set()
+        assert believed_held(manager.take_events()) == set()
         again = manager.prepare_store(keys(3, 2, 1), self.context)
         assert again is not None
         assert again.keys_to_store == keys(3, 2), "two of four slots are still in use, by jobs of before"
@@ -268,19 +259,6 @@ class ManagerSuite:
 
 _UNIVERSE = 60
 _RNG_CONTEXTS = [ReqContext(req_id=f"request {number}") for number in range(4)]
-
-
-def replayed(manager: OffloadingManager) -> set[OffloadKey]:
-    """Return the chunks that a listener believes to be held, from the events so far."""
-    held: set[OffloadKey] = set()
-    for event in manager.take_events():
-        if event.removed:
-            assert held >= set(event.keys), "a chunk was removed that was never stored"
-            held -= set(event.keys)
-        else:
-            assert held.isdisjoint(event.keys), "a chunk was stored twice"
-            held |= set(event.keys)
-    return held
 
 
 @dataclass(eq=False)
@@ -400,4 +378,4 @@ class _Model:
 
     def events(self, manager: OffloadingManager) -> None:
         """Compare a listener's belief with what is held."""
-        assert replayed(manager) == set(keys(*self._ready()))
+        assert believed_held(manager.take_events()) == set(keys(*self._ready()))

@@ -9,15 +9,15 @@ results with `wait_any`.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import make_policy
 from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, RowBuffer
-from kvtier.tiers.seal import SealKey, SealScope
+from kvtier.tiers.seal import SealScope, copy_into
 from kvtier.tiers.shared_tier import SharedTier
 from kvtier.tiers.slot_tier import SlotTier, WriteLimit
 
@@ -67,10 +67,7 @@ class MemoryBackend(Backend):
         seal, payload = found
         if len(payload) != row.nbytes:
             return b""
-        at = 0
-        for piece in row.pieces:
-            piece[:] = payload[at : at + piece.nbytes]
-            at += piece.nbytes
+        copy_into(row.pieces, memoryview(payload))
         return seal
 
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
@@ -113,21 +110,15 @@ def make_shared_tier(
     name: str = "valkey",
     namespace: str = "test",
     threads: int = 2,
-    clock: Callable[[], float] = time.monotonic,
-    check_seals: bool = True,
-    seal_key: SealKey | None = None,
+    **options: Any,
 ) -> SharedTier:
-    """Return an open tier over a server in memory, or over any other backend that goes by key."""
+    """Return an open tier over a server in memory, or over any other backend that goes by key.
+
+    Further options are those of `SharedTier`.
+    """
     server = backend or MemoryServer()
     tier = SharedTier(
-        name,
-        row_bytes,
-        lambda: server,
-        namespace=lambda: namespace,
-        threads=threads,
-        clock=clock,
-        check_seals=check_seals,
-        seal_key=seal_key,
+        name, row_bytes, lambda: server, namespace=lambda: namespace, threads=threads, **options
     )
     if not tier.wait_open():
         raise OutsideError(tier.problem or "the tier did not open")
@@ -143,24 +134,14 @@ def make_memory_tier(
     name: str = "disk",
     namespace: str = "test",
     threads: int = 2,
-    max_queued: int = 256 << 20,
     write_limit: int | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    check_seals: bool = True,
+    **options: Any,
 ) -> SlotTier:
-    """Return an open tier over memory, or over any other backend, e.g. a `FaultyBackend`."""
-    tier = SlotTier(
-        name,
-        row_bytes,
-        threads=threads,
-        max_queued=max_queued,
-        write_limit=WriteLimit(write_limit),
-        clock=clock,
-        check_seals=check_seals,
-    )
-    tier.open_table(
-        SlotTable(num_slots, make_policy(policy, num_slots)),
-        backend or MemoryBackend(),
-        SealScope(namespace),
-    )
+    """Return an open tier over memory, or over any other backend, e.g. a `FaultyBackend`.
+
+    Further options are those of `SlotTier`.
+    """
+    tier = SlotTier(name, row_bytes, threads=threads, write_limit=WriteLimit(write_limit), **options)
+    table = SlotTable(num_slots, make_policy(policy, num_slots))
+    tier.open_table(table, backend or MemoryBackend(), SealScope(namespace))
     return tier

@@ -20,23 +20,14 @@ import pytest
 from kvtier.keys import OffloadKey
 from kvtier.residency import MissReason
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
+from kvtier.testing.kit import PATIENCE, ManualClock, key, keys
 from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
-from kvtier.testing.tier_suite import (
-    ROW_BYTES,
-    MovingSuite,
-    StandingClock,
-    TierDriver,
-    churn,
-    content,
-    key,
-    keys,
-)
+from kvtier.testing.tier_suite import ROW_BYTES, MovingSuite, TierDriver, churn, content
 from kvtier.tiers import shared_tier
 from kvtier.tiers.base import Backend, BackendRow, Tier
 from kvtier.tiers.seal import SealScope, seal_of
 
 _SCOPE = SealScope("suite")
-_PATIENCE = 30.0
 
 
 class SharedTierSuite(MovingSuite):
@@ -46,9 +37,7 @@ class SharedTierSuite(MovingSuite):
         """Return a new client of this test's server, for rows of `ROW_BYTES`."""
         raise NotImplementedError
 
-    def make(
-        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
-    ) -> tuple[Tier, FaultyBackend]:
+    def make(self, num_slots: int, clock: ManualClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
         faulty = FaultyBackend(self.make_backend(), plan)
         return make_shared_tier(ROW_BYTES, backend=faulty, namespace="suite", clock=clock), faulty
 
@@ -162,7 +151,7 @@ class SharedTierSuite(MovingSuite):
             engine.faulty.hang()
         jobs = [engine.demote(1)[0] for engine in engines]
         for engine in engines:
-            assert engine.faulty.hanging.wait(_PATIENCE)
+            assert engine.faulty.hanging.wait(PATIENCE)
         for engine in engines:
             engine.faulty.release()
         for engine, job in zip(engines, jobs, strict=True):
@@ -246,7 +235,7 @@ class SharedTierSuite(MovingSuite):
         first.store(1)
         second.faulty.hang()
         second.tier.ask(keys(1), second.clock.now + 5)
-        assert second.faulty.hanging.wait(_PATIENCE)
+        assert second.faulty.hanging.wait(PATIENCE)
         second.tier.reset("other weights")
         assert second.tier.lookup(key(1)) is None, "it is not being asked under its new name"
         second.faulty.release()
@@ -262,7 +251,7 @@ class SharedTierSuite(MovingSuite):
         driver.store(1)
         driver.faulty.hang()
         driver.tier.ask(keys(5, 6), driver.clock.now + 2)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         driver.poll()
         assert driver.tier.lookup_many(keys(5, 6)) == [None, None]
         driver.clock.now += 2
@@ -287,7 +276,7 @@ class SharedTierSuite(MovingSuite):
         first.store(1)
         driver.faulty.hang()
         driver.tier.ask(keys(1, 2), driver.clock.now + 0.1)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         driver.clock.now += 0.2
         driver.poll()
         assert driver.tier.lookup_many(keys(1, 3)) == [False, False]
@@ -300,7 +289,7 @@ class SharedTierSuite(MovingSuite):
         driver = self.drive(drivers)
         driver.faulty.hang()
         driver.tier.ask(keys(1), driver.clock.now + 5)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         driver.clock.now += 0.5
         driver.faulty.broken = TimeoutError(110, "Connection timed out")
         driver.faulty.release()
@@ -338,7 +327,7 @@ class SharedTierSuite(MovingSuite):
     def test_a_server_that_cannot_be_opened_is_a_miss_and_retried(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        clock, attempts = StandingClock(), 0
+        clock, attempts = ManualClock(1000.0), 0
 
         def open_backend() -> Backend:
             nonlocal attempts
@@ -367,7 +356,7 @@ class SharedTierSuite(MovingSuite):
         assert caplog.text.count("running without it") == 1
         assert caplog.text.count("can be used now") == 1
         tier.check()
-        assert tier.close(_PATIENCE)
+        assert tier.close(PATIENCE)
 
     def test_a_lookup_finds_a_namespace_known_meanwhile(self, drivers: list[TierDriver]) -> None:
         """An idle engine does not poll after its start, while the weights are read."""
@@ -376,7 +365,7 @@ class SharedTierSuite(MovingSuite):
         tier = shared_tier.SharedTier(
             "valkey", ROW_BYTES, self.make_backend, namespace=lambda: names[0] if names else None, threads=2
         )
-        assert tier.wait_open(_PATIENCE)
+        assert tier.wait_open(PATIENCE)
         assert tier.lookup_many(keys(1)) == [None], "a request may wait for it"
         assert tier.lacks_namespace()
         assert tier.explain(key(1)) is MissReason.NOT_OPEN
@@ -384,16 +373,16 @@ class SharedTierSuite(MovingSuite):
         assert tier.lookup_many(keys(1)) == [None], "it can be asked about now"
         assert tier.explain(key(1)) is None
         tier.check()
-        assert tier.close(_PATIENCE)
+        assert tier.close(PATIENCE)
 
     def test_questions_from_before_it_is_open_are_asked_then(self, drivers: list[TierDriver]) -> None:
         """A server may answer only after the first request has come."""
         self.drive(drivers).store(1)
         names: list[str] = []
-        may_open, clock = threading.Event(), StandingClock()
+        may_open, clock = threading.Event(), ManualClock(1000.0)
 
         def open_backend() -> Backend:
-            may_open.wait(_PATIENCE)
+            may_open.wait(PATIENCE)
             return self.make_backend()
 
         tier = shared_tier.SharedTier(
@@ -410,14 +399,14 @@ class SharedTierSuite(MovingSuite):
         may_open.set()
         driver.wait(lambda: tier.lookup_many(keys(1, 2)) == [True, False])
         tier.check()
-        assert tier.close(_PATIENCE)
+        assert tier.close(PATIENCE)
 
     def test_a_server_that_does_not_open_is_awaited_for_a_while(self) -> None:
-        may_open, clock = threading.Event(), StandingClock()
+        may_open, clock = threading.Event(), ManualClock(1000.0)
         tier = shared_tier.SharedTier(
             "valkey",
             ROW_BYTES,
-            lambda: self.make_backend() if may_open.wait(_PATIENCE) else MemoryServer(),
+            lambda: self.make_backend() if may_open.wait(PATIENCE) else MemoryServer(),
             namespace=lambda: "suite",
             threads=2,
             clock=clock,
@@ -426,7 +415,7 @@ class SharedTierSuite(MovingSuite):
         clock.now += 10.0
         assert tier.lookup_many(keys(1)) == [False]
         may_open.set()
-        assert tier.close(_PATIENCE)
+        assert tier.close(PATIENCE)
 
     # Everything at once
 

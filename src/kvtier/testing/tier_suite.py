@@ -23,39 +23,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.keys import OffloadKey
 from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
+from kvtier.testing.kit import PATIENCE, ManualClock, believed_held, content_of, key, keys
 from kvtier.testing.memory_tier import LooseRows
 from kvtier.tiers.base import Direction, RowJob, Tier, TierResult
 
 ROW_BYTES = 4096
-_PATIENCE = 30.0
-
-
-def key(number: int) -> OffloadKey:
-    """Return the key of a chunk."""
-    return make_offload_key(b"%032d" % number, 0)
-
-
-def keys(*numbers: int) -> list[OffloadKey]:
-    """Return the keys of chunks."""
-    return [key(number) for number in numbers]
 
 
 def content(number: int, version: int = 0) -> bytes:
     """Return the bytes of a chunk, computed with the weights of this version."""
-    return random.Random(f"{number} {version}").randbytes(ROW_BYTES)
-
-
-class StandingClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+    return content_of(number, version, ROW_BYTES)
 
 
 @dataclass
@@ -64,7 +44,7 @@ class TierDriver:
 
     tier: Tier
     faulty: FaultyBackend
-    clock: StandingClock
+    clock: ManualClock
     results: list[TierResult] = field(default_factory=list)
     jobs: dict[int, RowJob] = field(default_factory=dict)
     memory: dict[int, dict[OffloadKey, bytearray]] = field(default_factory=dict)
@@ -159,23 +139,13 @@ class TierDriver:
 
     def listener(self) -> set[OffloadKey]:
         """Return the chunks that a listener believes to be held."""
-        held: set[OffloadKey] = set()
-        for event in self.events:
-            if event.removed:
-                assert held >= set(event.keys), "a chunk was removed that was never announced"
-                held -= set(event.keys)
-            else:
-                assert held.isdisjoint(event.keys), "a chunk was announced twice"
-                held |= set(event.keys)
-        return held
+        return believed_held(self.events)
 
 
 class MovingSuite:
     """The tests for every tier: rows move, late is not freed, failures suspend, and resets are final."""
 
-    def make(
-        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
-    ) -> tuple[Tier, FaultyBackend]:
+    def make(self, num_slots: int, clock: ManualClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
         """Return an open, empty tier of `num_slots` rows of `ROW_BYTES`, with two threads and faults.
 
         A tier that engines share has no slots.
@@ -189,15 +159,15 @@ class MovingSuite:
         for driver in drivers:
             driver.faulty.release()
             driver.tier.check()
-            until = time.monotonic() + _PATIENCE
-            while not driver.tier.close(_PATIENCE):  # one that was closed before waits for no thread
+            until = time.monotonic() + PATIENCE
+            while not driver.tier.close(PATIENCE):  # one that was closed before waits for no thread
                 assert time.monotonic() < until, "a thread has not ended"
 
     def drive(
         self, drivers: list[TierDriver], num_slots: int = 8, plan: BackendFaultPlan | None = None
     ) -> TierDriver:
         """Make a tier that is closed when the test ends."""
-        clock = StandingClock()
+        clock = ManualClock(1000.0)
         tier, faulty = self.make(num_slots, clock, plan or BackendFaultPlan())
         drivers.append(TierDriver(tier, faulty, clock))
         return drivers[-1]
@@ -285,7 +255,7 @@ class MovingSuite:
         driver.store(1, 2)
         driver.faulty.hang()
         job = driver.promote(1, deadline=driver.clock.now + 2)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         driver.clock.now += 2
         (result,) = driver.poll()
         assert (result.outcome, result.in_use) == (MissReason.TOO_SLOW, True)
@@ -299,7 +269,7 @@ class MovingSuite:
         driver = self.drive(drivers)
         driver.faulty.hang()
         job, _ = driver.demote(1, deadline=driver.clock.now + 1)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         driver.clock.now += 1
         driver.poll()
         driver.faulty.release()
@@ -314,7 +284,7 @@ class MovingSuite:
         driver.store(1, 2, 3)
         driver.faulty.hang()
         first = driver.promote(1, deadline=driver.clock.now + 2)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         driver.clock.now += 2
         driver.poll()
         assert driver.tier.stats().suspended is not None
@@ -401,7 +371,7 @@ class MovingSuite:
         driver.store(1, 2)
         driver.faulty.hang()
         reading = driver.promote(1)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         writing, _ = driver.demote(3)
         driver.tier.reset("first")
         assert not any(driver.tier.lookup_many(keys(1, 2, 3)))
@@ -423,7 +393,7 @@ class MovingSuite:
     def test_close_writes_what_is_queued(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers, 64)
         job, taken = driver.demote(*range(64))
-        assert driver.tier.close(_PATIENCE)
+        assert driver.tier.close(PATIENCE)
         assert set(driver.finish(job).values()) == {None}
         assert len(taken) == 64
         assert driver.demote(99)[1] == []
@@ -434,7 +404,7 @@ class MovingSuite:
         driver = self.drive(drivers)
         driver.faulty.hang()
         job, _ = driver.demote(1)
-        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.faulty.hanging.wait(PATIENCE)
         assert driver.tier.close(0.05) is False, "a call still uses the memory"
         assert [(result.outcome, result.in_use) for result in driver.poll()] == [(MissReason.TOO_SLOW, True)]
         driver.faulty.release()

@@ -36,8 +36,7 @@ _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH
 """After these libzmq gives the connection up for good; a lost connection it makes anew by itself."""
 _REDIAL_AFTER = 2.0
 """Seconds until a refused connection is tried again, because the publisher may have our key by then."""
-_WATCHED = _UP | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_WATCHED = _UP | sum(_DOWN)  # each event is one bit
 
 
 @dataclass(frozen=True, slots=True)

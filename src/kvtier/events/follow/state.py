@@ -19,15 +19,14 @@ from enum import StrEnum
 from kvtier.errors import IntegrityError
 from kvtier.events.types import Mark
 from kvtier.events.updates import Limits
-from kvtier.events.wire import SNAPSHOT, STATUS, Change, replay_request
+from kvtier.events.wire import SNAPSHOT, STATUS, U64, Change, replay_request
 
 MAX_RANKS = 4096
 """How many ranks of one publisher are tracked; with more, no replica is exact."""
-_U64 = (1 << 64) - 1
 
 
 class RankSums:
-    """The sums of each rank's blocks.
+    """Adds up the blocks of each rank.
 
     A mark covers all ranks together, and a clear only its batch's rank. A lost batch may have changed any
     rank, even one never heard of. So a loss *tears* the ranks heard of before it, and a clear mends one.
@@ -72,7 +71,7 @@ class RankSums:
     @property
     def digest(self) -> int:
         """The digest of all held blocks."""
-        return sum(digest for _, digest in self._ranks.values()) & _U64
+        return sum(digest for _, digest in self._ranks.values()) & U64
 
     def add_loss(self) -> None:
         """Record that a batch of an unknown rank was lost."""
@@ -154,7 +153,7 @@ class StreamRequest:
 
 
 class Backoff:
-    """The time before which no request is sent, if any, and the failures that caused it."""
+    """Counts failures, and keeps the time before which no request is sent because of them."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.until: float | None = None
@@ -209,9 +208,9 @@ class Backoff:
 
 
 class PendingBatches:
-    """The newest part of the live stream that is not applied yet: consecutive numbers, bounded.
+    """Queues the newest part of the live stream that is not applied yet: consecutive numbers, bounded.
 
-    If it is full, all are dropped but the new one, and a replay brings them again.
+    If the queue is full, all batches are dropped but the new one, and a replay brings them again.
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:

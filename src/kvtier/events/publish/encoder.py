@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.types import BlockRemoved, blocks_of
+from kvtier.events.types import BlockRemoved, BlockStored, blocks_of
 from kvtier.events.wire import U64, EventEncoder, to_u64
 from kvtier.events.wire_structs import Encoding
 
@@ -28,34 +28,18 @@ EncodedEvent = tuple[str, Any, bytes]
 """An event to publish: the name of its kind, the event, its bytes."""
 
 
-class _Removed(msgspec.Struct, gc=False):
-    """The fields of a removal, with the types that consumers can read."""
-
-    block_hashes: list[int | bytes]
-    medium: str | None
-    group_idx: int | None
-    locality: str | None
-    ownership: str | None
-
-
-class _Stored(_Removed):
-    """The fields of a store, with the types that consumers can read.
+def _readable(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a struct with the fields of a public event, and the types that consumers can read.
 
     Single tokens are not checked: too many.
     """
-
-    parent_block_hash: int | bytes | None
-    token_ids: Any
-    block_size: int
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None
-    kv_cache_spec_kind: str | None
-    kv_cache_spec_sliding_window: int | None
-    session_id: str | None
+    fields = [
+        (one.name, Any if one.name == "token_ids" else one.type) for one in msgspec.structs.fields(kind)
+    ]
+    return msgspec.defstruct(kind.__name__, fields, gc=False)
 
 
-_READABLE = {"BlockStored": _Stored, "BlockRemoved": _Removed}
+_READABLE = {kind.__name__: _readable(kind) for kind in (BlockStored, BlockRemoved)}
 
 
 class BatchEncoder:

@@ -20,7 +20,7 @@ import math
 import termios
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -96,19 +96,13 @@ class _Session:
 class ReplayServer:
     """Serves the sessions of clients in turn."""
 
-    def __init__(
-        self,
-        router: zmq.Socket[bytes],
-        sender: Sender,
-        config: KVEventsConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, router: zmq.Socket[bytes], sender: Sender, config: KVEventsConfig) -> None:
         """Serve from the data of `sender`, as `config` allows."""
         self.counters = dict.fromkeys(("requests", "malformed", "refused", "replayed", "stalled", "gone"), 0)
         self._router = router
         self._sender = sender
         self._topic = [sender.topic] if config.replay_topic_frame else []
-        self._clock = clock
+        self._clock = time.monotonic
         self._sessions: dict[bytes, _Session] = {}
         self._served: dict[bytes, _Session] = {}  # sessions that are done, but whose bytes may be queued yet
         self._looked_at = 0.0

@@ -42,8 +42,7 @@ from kvtier.events.types import (
     Mark,
     blocks_of,
 )
-from kvtier.events.wire import U64, EventEncoder, Place, hash_sum, place_of, place_weight
-from kvtier.events.wire_structs import Encoding
+from kvtier.events.wire import U64, EventEncoder, Place, decode_event, hash_sum, place_of, place_weight
 
 Hashes = Sequence[ExternalBlockHash]
 
@@ -53,7 +52,6 @@ _LEAST_ANCESTORS = 10_000
 _BATCH_BYTES = 32 << 10  # of a snapshot
 _REMOVED_AT_ONCE = 4096
 _MOST_GROUPS = 64  # that are announced
-_FIELDS = BlockStored.__struct_fields__
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
@@ -407,15 +405,13 @@ class PublishedState:
 
         They are all blocks if the event cannot be encoded again: extra keys may hold anything.
         """
+        event = decode_event(record.data)
         try:
-            fields = msgspec.msgpack.decode(record.data)
-            if self._encoder.encoding is Encoding.MAP:
-                event = BlockStored(*(fields.get(name) for name in _FIELDS))
-            else:
-                event = BlockStored(*fields[1:], *[None] * (len(_FIELDS) - len(fields) + 1))
-            return self._encoder.event(blocks_of(event, 0, stop)), stop
+            if isinstance(event, BlockStored):
+                return self._encoder.event(blocks_of(event, 0, stop)), stop
         except (OverflowError, TypeError, ValueError):
-            return record.data, len(record.hashes)
+            pass
+        return record.data, len(record.hashes)
 
     def _removal(self, place: Place, blocks: Hashes) -> bytes:
         return self._encoder.event(self._places[place].removal(blocks))

@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
-from kvtier.events.wire import Change, DecodedBatch, decode_batch, place_weight
+from kvtier.events.wire import U64, Change, DecodedBatch, decode_batch, place_weight
 from kvtier.events.wire_structs import Event
 from kvtier.index.base import FULL_ATTENTION, PLACES, Edits, Hashes, Op
 from kvtier.index.compiled import jit
 
-_U64 = (1 << 64) - 1
 _TS = struct.Struct(">d")
 _STORED, _REMOVED, _CLEARED = int(Op.STORED), int(Op.REMOVED), int(Op.CLEARED)
 _OTHER, _FULL = -1, -2  # not readable here; the given arrays are full
@@ -492,9 +491,7 @@ class Scanned:
         if op == Op.REMOVED:
             return BlockRemoved(hashes, medium)
         ids = self.tokens[start : start + tokens].tolist()
-        return BlockStored(
-            hashes, parent & _U64 if has_parent else None, ids, block_size, None, medium, None
-        )
+        return BlockStored(hashes, parent & U64 if has_parent else None, ids, block_size, None, medium, None)
 
     @staticmethod
     def join(parts: Sequence[Scanned]) -> Iterator[Scanned]:
@@ -525,7 +522,7 @@ class ScannedBatch(Scanned):
     def change(self) -> Change:
         """Return the batch's effect on the set of held blocks."""
         end = self._end
-        return Change(end[_WIPED] == 1, end[_BLOCKS], end[_DIGEST] & _U64)
+        return Change(end[_WIPED] == 1, end[_BLOCKS], end[_DIGEST] & U64)
 
 
 class Scanner:
