@@ -293,9 +293,9 @@ def without_fresh_states(patch: pytest.MonkeyPatch) -> None:
     """As if a request that has finished but still stores were found by its id."""
     finish = OffloadingConnectorScheduler.request_finished
 
-    def request_finished(self: OffloadingConnectorScheduler, request: Any, block_ids: Any = None) -> Any:
+    def request_finished(self: OffloadingConnectorScheduler, request: Any, *more: Any) -> Any:
         state = self._requests.get(request.request_id)
-        answer = finish(self, request, block_ids)
+        answer = finish(self, request, *more)
         if state is not None and state.store_jobs:
             self._requests[request.request_id] = state
         return answer

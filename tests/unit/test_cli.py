@@ -367,11 +367,11 @@ def test_config_check_reads_what_vllm_takes_and_writes_what_we_read(
         ),
         (
             '{"cpu": {"capacity": 1}, "tiers": [{"disk": {"path": "/x", "capacity": 1, "policy": "nope"}}]}',
-            "tiers[0].disk.policy: expected one of arc, lru or 'package.module:Class'",
+            "tiers[0].disk.policy: expected one of arc, gittins, lru or 'package.module:Class'",
         ),
         (
             '{"cpu": {"capacity": 1, "policy": "lruu"}}',
-            "cpu.policy: expected one of arc, lru or 'package.module:Class'",
+            "cpu.policy: expected one of arc, gittins, lru or 'package.module:Class'",
         ),
         ("{", "expected JSON: "),
     ],

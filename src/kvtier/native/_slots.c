@@ -697,8 +697,9 @@ static PyType_Spec book_spec = {"kvtier.native._slots.SlotBook", sizeof(Book), 0
 
 /* -- GhostLists: keys that were evicted from one list or two -------------------------------------------- */
 
-/* A ring of hashes for each list; a slot is a position in one of the rings. Keys are told apart by 64 bits of a
- * secret hash. No key has to be kept alive, and a collision, one in 2^64, costs a policy one bad guess. */
+/* A ring of hashes for each list; a slot is a position in one of the rings. Keys are told apart by 64 bits
+ * of a secret hash. No key has to be kept alive, and a collision, one in 2^64, costs a policy one bad
+ * guess. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t capacity, num_lists, next[2], sizes[2];
@@ -786,8 +787,13 @@ static PyObject *find_ghosts(Ghosts *self, PyObject *keys, int taken) {
     return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *ghosts_find(PyObject *self, PyObject *keys) { return find_ghosts((Ghosts *)self, keys, 0); }
-static PyObject *ghosts_recall(PyObject *self, PyObject *keys) { return find_ghosts((Ghosts *)self, keys, 1); }
+static PyObject *ghosts_find(PyObject *self, PyObject *keys) {
+    return find_ghosts((Ghosts *)self, keys, 0);
+}
+
+static PyObject *ghosts_recall(PyObject *self, PyObject *keys) {
+    return find_ghosts((Ghosts *)self, keys, 1);
+}
 
 static PyObject *ghosts_sizes(PyObject *object, PyObject *unused) {
     (void)unused;
@@ -995,7 +1001,7 @@ static PyType_Slot recency_slots[] = {
 static PyType_Spec recency_spec = {"kvtier.native._slots.RecencyList", sizeof(Recency), 0,
                                    Py_TPFLAGS_DEFAULT, recency_slots};
 
-/* -- ClassLists: slots of several classes, each in order of use ------------------------------------------ */
+/* -- ClassLists: slots of several classes, each in order of use ----------------------------------------- */
 
 /* A ring of links for each class, as in RecencyList: the link of class c has the index `capacity + c`. */
 typedef struct {
@@ -1084,9 +1090,11 @@ typedef struct {
 /* Go on to the next allowed slot of a class. */
 static void find_oldest(const Classes *self, const Ranking *by, Py_ssize_t class, Oldest *oldest) {
     int32_t end = (int32_t)(self->capacity + class);
-    while (oldest->slot != end && !*flag(&by->allowed, oldest->slot)) oldest->slot = self->newer[oldest->slot];
-    if (oldest->slot == end) return;
-    oldest->stamp = number(&by->stamps, oldest->slot);
+    int32_t slot = oldest->slot;
+    while (slot != end && !*flag(&by->allowed, slot)) slot = self->newer[slot];
+    oldest->slot = slot;
+    if (slot == end) return;
+    oldest->stamp = number(&by->stamps, slot);
     oldest->index = number(&by->indices, class * by->bounds.count + bin_of(by, oldest->stamp));
 }
 
@@ -1095,8 +1103,9 @@ static Py_ssize_t list_run(const Classes *self, const Ranking *by, Py_ssize_t cl
                            const Array *out, Py_ssize_t done) {
     int32_t end = (int32_t)(self->capacity + class), slot = oldest->slot;
     double until = number(&by->bounds, bin_of(by, oldest->stamp));
-    for (; slot != end && done < out->count && number(&by->stamps, slot) <= until; slot = self->newer[slot]) {
+    while (slot != end && done < out->count && number(&by->stamps, slot) <= until) {
         if (*flag(&by->allowed, slot)) set(out, done++, slot);
+        slot = self->newer[slot];
     }
     oldest->slot = slot;
     find_oldest(self, by, class, oldest);
@@ -1130,22 +1139,27 @@ static Py_ssize_t list_in_order(const Classes *self, const Ranking *by, const Ar
     return done;
 }
 
-static int borrow_ranking(const Classes *self, PyObject *const *args, Ranking *by) {
-    if (borrow(args[0], 1, 0, &by->allowed) < 0) return -1;
-    if (borrow(args[1], 8, 0, &by->stamps) == 0) {
-        if (borrow(args[2], 8, 0, &by->bounds) == 0) {
-            if (borrow(args[3], 8, 0, &by->indices) == 0) {
-                if (by->allowed.count >= self->capacity && by->stamps.count >= self->capacity &&
-                    by->bounds.count > 0 && by->indices.count >= self->num_classes * by->bounds.count) return 0;
-                PyErr_SetString(PyExc_ValueError, "expected a flag and a time for each slot, and an index for "
-                                                  "each class and bin");
-                give_back(&by->indices);
-            }
-            give_back(&by->bounds);
-        }
-        give_back(&by->stamps);
-    }
+static void give_back_ranking(Ranking *by) {
     give_back(&by->allowed);
+    give_back(&by->stamps);
+    give_back(&by->bounds);
+    give_back(&by->indices);
+}
+
+/* Borrow the four arrays of a ranking; -1 with an exception set if they are not what `order` needs. */
+static int borrow_ranking(const Classes *self, PyObject *const *args, Ranking *by) {
+    Array *arrays[4] = {&by->allowed, &by->stamps, &by->bounds, &by->indices};
+    for (int i = 0; i < 4; i++) {
+        if (borrow(args[i], i == 0 ? 1 : 8, 0, arrays[i]) == 0) continue;
+        while (--i >= 0) give_back(arrays[i]);
+        return -1;
+    }
+    Py_ssize_t num_bins = by->bounds.count;
+    if (by->allowed.count >= self->capacity && by->stamps.count >= self->capacity && num_bins > 0 &&
+        by->indices.count >= self->num_classes * num_bins) return 0;
+    PyErr_SetString(PyExc_ValueError,
+                    "expected a flag and a time for each slot, and an index for each class and bin");
+    give_back_ranking(by);
     return -1;
 }
 
@@ -1163,10 +1177,7 @@ static PyObject *classes_order(PyObject *object, PyObject *const *args, Py_ssize
         if (done < 0) PyErr_NoMemory();
         slots = leading_part(slots, &out, done);
     }
-    give_back(&by.allowed);
-    give_back(&by.stamps);
-    give_back(&by.bounds);
-    give_back(&by.indices);
+    give_back_ranking(&by);
     return slots;
 }
 
@@ -1196,7 +1207,9 @@ static PyObject *classes_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         return PyErr_NoMemory();
     }
     for (Py_ssize_t slot = 0; slot < capacity; slot++) self->newer[slot] = NONE;
-    for (size_t end = (size_t)capacity; end < links; end++) self->newer[end] = self->older[end] = (int32_t)end;
+    for (size_t end = (size_t)capacity; end < links; end++) {
+        self->newer[end] = self->older[end] = (int32_t)end;
+    }
     return (PyObject *)self;
 }
 
