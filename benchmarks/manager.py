@@ -1,4 +1,5 @@
-"""Claim: kvtier's CPU manager needs at most a tenth of vLLM's time per block (LRU, ARC, answers too).
+"""Claim: kvtier's CPU manager needs at most a tenth of vLLM's time per block (LRU, ARC, answers too), and
+with `gittins`, which vLLM lacks, an eighth of the time of vLLM's LRU for prompts.
 
 One trace of multi-turn conversations with shared system prompts (about 1,024 blocks a prompt, made from a
 seed) is served through both managers in one process, in turns. The pool holds only a part of the
@@ -32,9 +33,11 @@ from typing import Any, Protocol, TypeVar
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.policies import Ending
 from kvtier.policies.slots import SLOTS_BY
 
 TARGET = 10.0
+POLICIES = "lru", "arc", "gittins"
 TRACE = ("lookup", "load", "store", "finish")
 ALONE = "one block"
 ANSWER = 0.025
@@ -88,7 +91,6 @@ class KVTier:
 
     def __init__(self, capacity: int, policy: str) -> None:
         self.manager = CPUOffloadingManager(capacity, policy)
-        self.prepare_load = self.manager.prepare_load
         self.prepare_store = self.manager.prepare_store
 
     def context(self, request: Request) -> ReqContext:
@@ -97,6 +99,10 @@ class KVTier:
     def lookup(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:
         return self.manager.lookup_prefix(keys, context, wait=False) or 0
 
+    def prepare_load(self, keys: Sequence[OffloadKey], context: ReqContext) -> object:
+        self.manager.touch(keys, context)
+        return self.manager.prepare_load(keys, context)
+
     def complete_load(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         self.manager.complete_load(keys)
 
@@ -104,6 +110,7 @@ class KVTier:
         self.manager.complete_store(keys)
 
     def finish(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        context.ending = Ending(100)
         self.manager.touch(keys, context)
         self.manager.on_request_finished(context)
 
@@ -118,6 +125,7 @@ class VLLM:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+        policy = "lru" if policy == "gittins" else policy
         self.manager = CPUOffloadingManager(capacity, policy, enable_events=True)
         self.new_context = ReqContext
         self.hit = LookupResult.HIT
@@ -254,16 +262,14 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, default=32_768, help="slots of the pool")
     parser.add_argument("--concurrency", type=int, default=8, help="requests that run at once")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--policy", choices=("lru", "arc"), action="append", help="default: both")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too, `-` for stdout")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     trace = make_trace(arguments.requests, arguments.seed)
     try:
-        results = {
-            policy: measure(policy, trace, arguments) for policy in arguments.policy or ("lru", "arc")
-        }
+        results = {policy: measure(policy, trace, arguments) for policy in arguments.policy or POLICIES}
     except ModuleNotFoundError as error:
         print(
             f"benchmarks/manager.py: {error}; run it with an environment that has vLLM, "

@@ -298,7 +298,8 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
     [
         (
             ["--policy", "lruu"],
-            "--policy: expected one of arc, gittins, lru or 'package.module:Class', got 'lruu'; did you mean 'lru'?",
+            "--policy: expected one of arc, gittins, lru or 'package.module:Class', got 'lruu'; did you mean"
+            " 'lru'?",
         ),
         (
             ["--policy", "no.such:Thing"],

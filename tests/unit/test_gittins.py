@@ -91,9 +91,9 @@ def test_refused_chunks_are_known_when_they_come_back() -> None:
     for _ in range(6):
         cache.now += 1.0
         cache.ask([kept])
-    policy.model.indices[classes_of(np.array([1], dtype=np.uint8))] = (
-        0.0  # as if such chunks never came back
-    )
+    # As if chunks of one use never came back.
+    policy.model.indices[classes_of(np.array([1], dtype=np.uint8))] = 0.0
+    policy._ranking = policy._rank()
     assert cache.ask([other]) == 0
     assert cache.manager.lookup_prefix([kept], ReqContext(), wait=False) == 1, "the other one was refused"
     assert policy._uses_with_this([other]).tolist() == [2]

@@ -40,6 +40,9 @@ class is not known before its request ends, and a chunk that is not taken cannot
 """
 
 
+_CHUNK = np.dtype([("stamp", "f8"), ("uses", "u1"), ("class", "u1"), ("is_idle", "?")], align=True)
+
+
 class GittinsPolicy(CachePolicy):
     """A ranking of slots by the learnt rate of hits that each promises."""
 
@@ -61,11 +64,12 @@ class GittinsPolicy(CachePolicy):
     # -- uses --------------------------------------------------------------------------------------
 
     def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
-        chunks = self._slots
-        chunks.uses[slots] = self._take_ghosts(keys)
-        chunks.stamps[slots] = self.clock()
-        chunks.is_idle[slots] = False
-        self._classify(slots, None)
+        new = np.zeros(len(slots), dtype=_CHUNK)
+        uses = self._take_ghosts(keys)
+        classes = classes_of(uses)
+        new["uses"], new["class"], new["stamp"] = uses, classes, self.clock()
+        self._slots.all[slots] = new
+        self._lists.use(slots, classes)
 
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
         self._use(slots, reused, None)
@@ -130,6 +134,7 @@ class GittinsPolicy(CachePolicy):
 
     def _rank(self) -> npt.NDArray[np.float64]:
         """Return the indices by which chunks leave."""
+        self._least_index = float(self.model.indices[classes_of(np.ones(1, dtype=np.uint8)), 0].item())
         ranking = self.model.indices.copy()
         ranking[NO_ENDING, AGES < _RUNNING] = np.inf
         return ranking
@@ -154,8 +159,11 @@ class GittinsPolicy(CachePolicy):
             return 0
         ages = self.clock() - self._slots.stamps[victims]
         needed = _ADMISSION * self._ranking[self._slots.classes[victims], bins_of(ages)]
+        most_needed = needed.max()
+        if self._least_index >= most_needed:  # that of a chunk that nobody has used before
+            return len(victims)
         offered = self.model.indices[classes_of(self._uses_with_this(newcomers[-len(victims) :])), 0]
-        if offered.min() >= needed.max():
+        if offered.min() >= most_needed:
             return len(victims)
         taken, refused = 0, 0
         while taken + refused < len(victims):
@@ -175,33 +183,23 @@ class GittinsPolicy(CachePolicy):
         return uses
 
     def refuse(self, newcomers: list[OffloadKey]) -> None:
+        refused = np.empty(len(newcomers), dtype=_CHUNK)
         uses = self._take_ghosts(newcomers)
-        self._remember(newcomers, uses, classes_of(uses), self.clock(), is_idle=True)
+        refused["uses"], refused["class"] = uses, classes_of(uses)
+        refused["stamp"], refused["is_idle"] = self.clock(), True
+        self._remember(newcomers, refused)
 
     def _leave(self, slots: Slots, keys_of: KeysOf) -> Slots:
         """Unrank slots and remember their chunks."""
-        chunks = self._slots
         self._lists.drop(slots)
-        self._remember(
-            keys_of(slots), chunks.uses[slots], chunks.classes[slots], chunks.stamps[slots],
-            is_idle=chunks.is_idle[slots],
-        )  # fmt: skip
-        chunks.is_idle[slots] = False
+        self._remember(keys_of(slots), self._slots.all[slots])
+        self._slots.is_idle[slots] = False
         return slots
 
-    def _remember(
-        self,
-        keys: list[OffloadKey],
-        uses: npt.NDArray[np.uint8],
-        classes: npt.NDArray[np.integer],
-        stamps: npt.NDArray[np.float64] | float,
-        *,
-        is_idle: npt.NDArray[np.bool_] | bool,
-    ) -> None:
-        gone, numbers = self._gone, self._ghosts.remember(0, keys)
-        self._count_given_up(gone, numbers)  # those that they push out
-        gone.uses[numbers], gone.classes[numbers] = uses, classes
-        gone.stamps[numbers], gone.is_idle[numbers] = stamps, is_idle
+    def _remember(self, keys: list[OffloadKey], chunks: npt.NDArray[np.void]) -> None:
+        numbers = self._ghosts.remember(0, keys)
+        self._count_given_up(self._gone, numbers)  # those that they push out
+        self._gone.all[numbers] = chunks
 
     def remove(self, slots: Slots) -> None:
         self._count_given_up(self._slots, slots)
@@ -237,11 +235,12 @@ class _Chunks:
     """What is known of chunks, by slot, or by position among those that have left."""
 
     def __init__(self, count: int) -> None:
-        self.stamps = np.zeros(count)
+        self.all: npt.NDArray[np.void] = np.zeros(count, dtype=_CHUNK)
+        self.stamps: npt.NDArray[np.float64] = self.all["stamp"]
         """The time of the last use."""
-        self.uses = np.zeros(count, dtype=np.uint8)
-        self.classes = np.zeros(count, dtype=np.uint8)
-        self.is_idle = np.zeros(count, dtype=np.bool_)
+        self.uses: npt.NDArray[np.uint8] = self.all["uses"]
+        self.classes: npt.NDArray[np.uint8] = self.all["class"]
+        self.is_idle: npt.NDArray[np.bool_] = self.all["is_idle"]
         """Whether the chunk is idle, so that its next use is counted."""
 
 
