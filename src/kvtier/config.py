@@ -29,6 +29,7 @@ from kvtier.config_fields import (
     check_names,
     expect_table,
     instance,
+    one_of,
     optional,
     read_duration,
     read_fields,
@@ -82,6 +83,17 @@ def _read_staging(path: str, value: object) -> int:
     return size
 
 
+def _read_limit(path: str, value: object) -> float:
+    limit = read_share(path, value)
+    if not limit:
+        raise ConfigError(path, f"expected a share above 0, got {show_value(value)}")
+    return limit
+
+
+def _read_longest_keep(path: str, value: object) -> float:
+    return parse_duration(value, path)
+
+
 def _read_namespace(path: str, value: object) -> str | Namespace:
     if not isinstance(value, (str, Namespace)):
         raise ConfigError(path, f"expected a string or a Namespace, got {show_value(value)}")
@@ -109,6 +121,17 @@ class CPUConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharesConfig:
+    """Shares of tenants, whom their cache salts tell apart: the part of each tier that one may fill."""
+
+    by: str = setting(one_of("cache_salt"), "cache_salt")
+    limit: float = setting(_read_limit)
+
+    def __post_init__(self) -> None:
+        read_fields(self, "shares.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVTierConfig:
     """Everything a user may set.
 
@@ -116,7 +139,7 @@ class KVTierConfig:
     Deadlines are in seconds. A chunk is admitted once it has been offered `store_threshold` times; with 0 or
     1 it is admitted at once. `staging` is memory of a CUDA device, for the buffers of both directions
     together. `audit` is the share of computed tokens that may be spent on audits: 0 for none, 1 for an audit
-    of every hit.
+    of every hit. `longest_keep` bounds the time for which a hint may keep chunks; 0 ignores such hints.
     """
 
     cpu: CPUConfig = setting(instance(CPUConfig))
@@ -130,6 +153,8 @@ class KVTierConfig:
     staging: int = setting(_read_staging, 256 << 20)
     self_describing_kv_events: bool = setting(read_flag, True)
     audit: float = setting(read_share, 0.001)
+    longest_keep: float = setting(_read_longest_keep, 3600.0)
+    shares: SharesConfig | None = setting(optional(instance(SharesConfig)), None)
     tiers: tuple[TierConfig, ...] = setting(read_tiers, ())
 
     def __post_init__(self) -> None:
@@ -144,6 +169,10 @@ class KVTierConfig:
         check_names(cls, values, "", _suggest)
         cpu = expect_table("cpu", values["cpu"])
         check_names(CPUConfig, cpu, "cpu.", _suggest)
+        if (shares := values.get("shares")) is not None and not isinstance(shares, SharesConfig):
+            shares = expect_table("shares", shares)
+            check_names(SharesConfig, shares, "shares.", _suggest)
+            values["shares"] = SharesConfig(**shares)
         return cls(**{**values, "cpu": CPUConfig(**cpu)})
 
     @classmethod
@@ -157,6 +186,11 @@ class KVTierConfig:
         except ConfigError as error:
             error.args = (f"{path}: {error}",)
             raise
+
+    @property
+    def tenant_share(self) -> float | None:
+        """The part of a tier that one tenant may fill; `None` without shares."""
+        return None if self.shares is None else self.shares.limit
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` makes an equal config."""

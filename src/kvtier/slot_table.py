@@ -18,6 +18,7 @@ scheduler thread owns it.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,10 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import InputError, IntegrityError
+from kvtier.hints import NO_HINTS, Hints
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARCPolicy, CachePolicy, Ending, GittinsPolicy, LRUPolicy, Slots
 from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook, slot_array
 from kvtier.residency import MissReason, OffloadingEvent
+from kvtier.slot_marks import SlotMarks
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,11 @@ class SlotCounts(NamedTuple):
 
 
 class SlotTable:
-    """The chunks in `num_slots` slots; `policy` chooses the chunks to evict."""
+    """The chunks in `num_slots` slots; `policy` chooses the chunks to evict.
+
+    `share` is the part of the slots that a tenant may have, if tenants are to have shares. Hints and shares
+    come before the policy (`SlotMarks`).
+    """
 
     get: Callable[[OffloadKey], int | None]
     """Return the slot of a key that is held. This and the next seven are the book's own methods."""
@@ -90,7 +97,7 @@ class SlotTable:
     If that is not all of them, nothing has changed.
     """
 
-    def __init__(self, num_slots: int, policy: CachePolicy) -> None:
+    def __init__(self, num_slots: int, policy: CachePolicy, share: float | None = None) -> None:
         if policy.capacity != num_slots:
             raise InputError(f"policy: expected one for {num_slots} slots, got one for {policy.capacity}")
         self.num_slots = num_slots
@@ -104,6 +111,8 @@ class SlotTable:
         was restored keeps them.
         """
         self._tick, self._keeps_ticks = 0, False
+        self.marks = None if share is None else SlotMarks(num_slots, share)
+        """What hints and shares say about chunks; `None` as long as nothing was said."""
 
     def _open_book(self, readers: Slots, used: Slots = NO_SLOTS) -> None:
         """Begin with no chunks. `used` are the slots that jobs still use."""
@@ -175,15 +184,28 @@ class SlotTable:
             )
         return slots
 
-    def shortfall(self, keys: list[OffloadKey]) -> int:
-        """Count the slots that are lacking to store these keys, beyond the free and evictable slots."""
+    def shortfall(self, keys: list[OffloadKey], tenant: str | None = None) -> int:
+        """Count the slots that are lacking to store these keys, beyond the free and evictable slots.
+
+        With a `tenant`, its share counts.
+        """
         spared = self.held(keys)
+        if self.marks is not None and tenant is not None:
+            evictable_mask = self.evictable.copy()
+            evictable_mask[spared] = False
+            available = self.marks.available(tenant, self.num_free(), evictable_mask)
+            return max(0, len(self.missing(keys)) - available)
         evictable = np.count_nonzero(self.evictable) - np.count_nonzero(self.evictable[spared])
         return max(0, len(self.missing(keys)) - self.num_free() - int(evictable))
 
     def coldest(self, count: int) -> list[OffloadKey]:
         """Return up to `count` chunks that would be evicted next, in the order of eviction."""
-        return self.keys(self._coldest(count, self.evictable))
+        if self.marks is None:
+            return self.keys(self._coldest(count, self.evictable))
+        found: list[OffloadKey] = []
+        for group, _ in self.marks.groups(self.evictable, self._now()):
+            found += self.keys(self._coldest(count - len(found), group))
+        return found
 
     def hottest(self) -> list[OffloadKey]:
         """Return all ready chunks without readers, in the reverse order of eviction."""
@@ -212,34 +234,49 @@ class SlotTable:
             self._free_doomed(slots, 0)
         return num_unpinned
 
-    def touch(self, slots: Slots, user: int = NO_USER, ending: Ending | None = None) -> None:
+    def touch(
+        self,
+        slots: Slots,
+        user: int = NO_USER,
+        ending: Ending | None = None,
+        hints: Hints = NO_HINTS,
+        tenant: str = "",
+    ) -> None:
         """Record a use of held slots, ordered head to tail of a prefix.
 
         A use by the `user` who stored a chunk only renews its recency. `ending` says how the request ended,
-        if it has.
+        if it has; its hints then count.
         """
         reused = self._stored_by[slots] != user
         if ending is None:
             self._touch(slots, reused)
         else:
             self._end_request(slots, reused, ending)
+            if self.marks is None and hints is not NO_HINTS:
+                self.marks = SlotMarks(self.num_slots)
+            if self.marks is not None:
+                self.marks.end_request(slots, reused, hints, tenant, self._now())
         if self._keeps_ticks:
             self._stamp(slots)
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def reserve(self, keys: list[OffloadKey], spared: Slots = NO_SLOTS) -> Reserved:
+    def reserve(self, keys: list[OffloadKey], spared: Slots = NO_SLOTS, tenant: str = "") -> Reserved:
         """Give slots to as many new keys as possible. Evicts other chunks if needed, but no spared slot.
 
         The policy may refuse the last keys.
         """
         num_free = self.num_free()
-        victims, evicted = self.make_room(len(keys) - num_free, spared, keys)
-        slots = self.take(keys[: num_free + len(evicted)])
+        victims, evicted = self.make_room(len(keys) - num_free, spared, keys, tenant)
+        slots = self.take(keys[: num_free + len(evicted)], tenant=tenant)
         return Reserved(slots, evicted, victims)
 
     def make_room(
-        self, count: int, spared: Slots = NO_SLOTS, newcomers: list[OffloadKey] | None = None
+        self,
+        count: int,
+        spared: Slots = NO_SLOTS,
+        newcomers: list[OffloadKey] | None = None,
+        tenant: str = "",
     ) -> tuple[Slots, list[OffloadKey]]:
         """Evict up to `count` chunks, none of them in a spared slot; return their slots and their keys.
 
@@ -248,15 +285,15 @@ class SlotTable:
         if count <= 0:
             return NO_SLOTS, []
         if not len(spared):
-            return self._evict(count, newcomers)
+            return self._evict(count, newcomers, tenant)
         hidden = spared[self.evictable[spared]]
         self.evictable[hidden] = False
         try:
-            return self._evict(count, newcomers)
+            return self._evict(count, newcomers, tenant)
         finally:
             self.evictable[hidden] = True
 
-    def take(self, keys: list[OffloadKey], user: int = 0) -> Slots:
+    def take(self, keys: list[OffloadKey], user: int = 0, tenant: str = "") -> Slots:
         """Give free slots to new keys, which are then being written."""
         slots = self._book.reserve(user, keys)
         try:
@@ -267,21 +304,51 @@ class SlotTable:
             raise
         if self._keeps_ticks:
             self._stamp(slots)
+        if self.marks is not None:
+            self.marks.store(slots, tenant)
         return slots
 
-    def _evict(self, count: int, newcomers: list[OffloadKey] | None) -> tuple[Slots, list[OffloadKey]]:
+    def _evict(
+        self, count: int, newcomers: list[OffloadKey] | None, tenant: str
+    ) -> tuple[Slots, list[OffloadKey]]:
+        marks = self.marks
+        if marks is None:
+            return self._evict_among(self.evictable, count, newcomers)
+        all_victims, all_keys = [NO_SLOTS], list[OffloadKey]()
+        groups = marks.groups_for(tenant, count, self.num_free(), self.evictable, self._now())
+        for group, is_low, most in groups:
+            wanted = min(most - len(all_keys), int(np.count_nonzero(group)))
+            if wanted <= 0:
+                continue
+            victims, keys = self._evict_among(group, wanted, None if is_low else newcomers)
+            marks.leave(victims)
+            all_victims.append(victims)
+            all_keys += keys
+            if len(keys) < wanted:
+                break  # the newcomers are worth less than these, and so less than the next groups
+        return np.concatenate(all_victims), all_keys
+
+    def _evict_among(
+        self, group: Mask, count: int, newcomers: list[OffloadKey] | None
+    ) -> tuple[Slots, list[OffloadKey]]:
+        """Evict up to `count` chunks of a group, all of which are evictable."""
         if newcomers is None:
-            victims = self._choose_victims(count, self.evictable, self.keys)
+            victims = self._choose_victims(count, group, self.keys)
         else:
-            victims = self._choose_for(newcomers, count, self.evictable, self.keys)
-        keys = self._book.release(victims) if len(victims) <= count else None
+            victims = self._choose_for(newcomers, count, group, self.keys)
+        is_right = len(victims) <= count and (group is self.evictable or bool(group[victims].all()))
+        keys = self._book.release(victims) if is_right else None
         if keys is not None:
             return victims, keys
         wrong = InputError(f"expected at most {count} different evictable slots, got {victims.tolist()}")
         if type(self.policy) in _OURS:
             raise IntegrityError(f"policy {type(self.policy).__qualname__}: {wrong}")
         self._replace_policy("evict", wrong)
-        return self._evict(count, newcomers)
+        return self._evict_among(group, count, newcomers)
+
+    def _now(self) -> float:
+        """Return the time by the policy's clock, which is simulated if the policy's time is."""
+        return self.policy.clock() if type(self.policy) in _OURS else time.monotonic()
 
     def complete(self, keys: list[OffloadKey]) -> list[OffloadKey] | None:
         """End the writing of keys and return those that were being written.
@@ -303,6 +370,8 @@ class SlotTable:
         gone = self.find(keys)
         self._remove(gone)
         self._book.release(gone)
+        if self.marks is not None:
+            self.marks.leave(gone)
         return keys
 
     # -- making absent -----------------------------------------------------------------------------
@@ -315,6 +384,8 @@ class SlotTable:
         ready, busy = self.readers[slots] != WRITING, self.readers[slots] != 0
         self._remove(slots)
         keys = self._book.remove(slots)
+        if self.marks is not None:
+            self.marks.leave(slots)
         self._doomed.update(compress(zip(slots.tolist(), keys, strict=True), busy.tolist()))
         self._book.free(slots[~busy])
         return list(compress(keys, ready.tolist())), list(compress(keys, (~ready).tolist()))
@@ -333,6 +404,8 @@ class SlotTable:
         left[used] = readers[used]
         self._open_book(left, used)
         self._clear()
+        if self.marks is not None:
+            self.marks.clear()
         are_written = readers[held] != WRITING
         return book, held[are_written], book.keys(held[~are_written])
 
@@ -472,6 +545,8 @@ class SlotTable:
     def check(self) -> None:
         """Raise `IntegrityError` if an invariant of the table or its policy is broken."""
         self._check()
+        if self.marks is not None:
+            self.marks.check(self.held_slots(), self._now())
         held, used, free = self.held_slots(), list(self._doomed), self._book.free_slots()
         readers, keys = self.readers, self.keys(held)
         unread = np.zeros(self.num_slots, dtype=np.bool_)

@@ -32,7 +32,8 @@ class ConnectorRole(Enum):
 class RequestView(Protocol):
     """A request as the scheduler's side reads it.
 
-    The scheduler's side keeps the object from the first call until `request_finished`.
+    The scheduler's side keeps the object from the first call until `request_finished`. If the request has a
+    `cache_salt`, that tells its tenant.
     """
 
     @property

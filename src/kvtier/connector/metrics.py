@@ -90,6 +90,7 @@ _MISSES = {"misses": "Prompts by the reason why their first chunk that was compu
 _POOL_COUNTERS = {
     "evictions": "Chunks that left the pool for others.",
     "refusals": "Chunks that were offered and not taken: offered too rarely, or there was no slot.",
+    "not_kept": "Chunks that requests wanted to keep, beyond the part of the pool that hints may keep.",
 }
 _UNWRITTEN = {"unwritten": "Chunks that left the pool, or had to, before a tier had written them."}
 _AUDIT_GAUGES = {"audit_distance": "The largest distance so far between a kept chunk and its computed KV."}
@@ -97,6 +98,9 @@ _POOL_GAUGES = {
     "used_bytes": "Host memory that chunks take, those being written and read included.",
     "capacity_bytes": "Host memory for chunks.",
 }
+_TENANT_GAUGES = {"tenant_used_bytes": "Host memory that the chunks of each tenant take, with shares."}
+_MOST_TENANTS = 64
+"""The tenants with a label of their own; all others are one."""
 _ENGINE_GAUGES = {
     "stale_blocks": "Blocks of the engine with KV of before a reset, from which nothing is stored.",
 }
@@ -134,7 +138,7 @@ _TIER_TIMES = {
 def _metrics() -> Iterator[Metric]:
     for names, kind, prefix in (
         (_COUNTERS | _MISSES | _POOL_COUNTERS | _UNWRITTEN, MetricKind.COUNTER, ""),
-        (_POOL_GAUGES | _ENGINE_GAUGES | _AUDIT_GAUGES, MetricKind.GAUGE, ""),
+        (_POOL_GAUGES | _TENANT_GAUGES | _ENGINE_GAUGES | _AUDIT_GAUGES, MetricKind.GAUGE, ""),
         (_TRANSFER_TIMES, MetricKind.HISTOGRAM, ""),
         (_TIER_COUNTERS, MetricKind.COUNTER, "tier_"),
         (_TIER_GAUGES, MetricKind.GAUGE, "tier_"),
@@ -154,8 +158,10 @@ def is_of_tiers(metric: Metric) -> bool:
 
 
 def label_names(metric: Metric) -> list[str]:
-    """Return the names of a metric's labels: `tier`, `reason` or none."""
-    return ["tier"] if is_of_tiers(metric) else ["reason"] if metric.name in _MISSES else []
+    """Return the names of a metric's labels: `tier`, `reason`, `tenant` or none."""
+    if is_of_tiers(metric):
+        return ["tier"]
+    return ["reason"] if metric.name in _MISSES else ["tenant"] if metric.name in _TENANT_GAUGES else []
 
 
 def make_registry(
@@ -195,16 +201,27 @@ def _named(*groups: Iterable[str], prefix: str = "") -> list[Metric]:
 def _add_pool(
     registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, row_bytes: int
 ) -> None:
+    shown: dict[str, None] = {}  # the tenants with a label, for good: a gauge must be able to fall to 0
+
     def read() -> dict[str, list[Sample]]:
         pool = manager.stats()
+        used = dict.fromkeys(shown, 0)
+        for tenant, slots in pool.by_tenant.items():
+            name = tenant or "none"
+            if name not in shown:
+                name = name if len(shown) < _MOST_TENANTS else "other"
+                shown[name] = None
+            used[name] = used.get(name, 0) + slots * row_bytes
         return {
+            "not_kept": [({}, pool.not_kept)],
+            "tenant_used_bytes": [({"tenant": name}, value) for name, value in used.items()],
             "evictions": [({}, pool.evicted)],
             "refusals": [({}, pool.refused)],
             "used_bytes": [({}, (pool.slots - pool.free) * row_bytes)],
             "capacity_bytes": [({}, pool.slots * row_bytes)],
         }
 
-    registry.add(_named(_POOL_COUNTERS, _POOL_GAUGES), read)
+    registry.add(_named(_POOL_COUNTERS, _POOL_GAUGES, _TENANT_GAUGES), read)
 
 
 def _add_tiers(registry: Registry, manager: TieredOffloadingManager) -> None:

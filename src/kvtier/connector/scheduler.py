@@ -64,6 +64,7 @@ from kvtier.connector.state import (
 from kvtier.errors import InputError, LogLimit
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
+from kvtier.hints import read_hints, tenant_of
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import OffloadingSpec, ReadLease, ReqContext, WriteLease
 from kvtier.offload.tiered import TieredOffloadingManager
@@ -507,6 +508,8 @@ class OffloadingConnectorScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request, in whatever state it is. `how` is one of `kvtier.policies.base.ENDINGS`.
 
+        A hint of the client that says how the request ends comes before `how`.
+
         `True` means that its blocks must stay until an output names it: in `finished_recving` if a load
         runs, else in `finished_sending`.
         """
@@ -517,6 +520,7 @@ class OffloadingConnectorScheduler:
         self._prefill.discard(request.request_id)
         if state.has_run:  # else it has used nothing; thousands that wait may be cancelled in one step
             state.extend_keys()
+            how = state.context.hints.ending or how
             state.context.ending = Ending(request.num_tokens - request.num_prompt_tokens, how)
             self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
@@ -613,6 +617,8 @@ class OffloadingConnectorScheduler:
             stays = self._promotion is not None and not self._is_keyed_by_content(request)
             params = read_params(request.kv_transfer_params)
             context = ReqContext(params, request.request_id, stays)
+            context.hints = read_hints(params, self._settings.longest_keep, self._bad_params)
+            context.tenant = tenant_of(getattr(request, "cache_salt", None))
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(
                 request, context, groups, self._blocks.epoch

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvtier.errors import ConfigError, InputError
+from kvtier.hints import NO_HINTS, Hints
 from kvtier.keys import OffloadKey
 from kvtier.policies import Ending
 from kvtier.residency import MissReason, OffloadingEvent
@@ -46,6 +47,10 @@ class ReqContext:
     """How the request ended, once it has."""
     is_cut: bool = False
     """A chunk of the request was not worth its slot. Those behind it could not be loaded without it."""
+    hints: Hints = NO_HINTS
+    """What the client says about the request's chunks. It counts when the request ends."""
+    tenant: str = ""
+    """Whose chunks they are, as `kvtier.hints.tenant_of` names a tenant."""
 
 
 NO_REQUEST = ReqContext()

@@ -105,7 +105,10 @@ class CPUOffloadingSpec(OffloadingSpec):
         # Workers may have taken the memory by now, so the total is checked; and before the manager is made.
         expect_total_memory(self.config.num_slots * self.config.slot_bytes)
         return CPUOffloadingManager(
-            self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
+            self.config.num_slots,
+            settings.cpu.policy,
+            store_threshold=settings.store_threshold,
+            share=settings.tenant_share,
         )
 
     def _make_tiered_manager(self, pool: CPUOffloadingManager) -> TieredOffloadingManager:

@@ -109,8 +109,11 @@ class Demotions:
     def _submit(self, tier: Tier, keys: list[OffloadKey]) -> None:
         ready = self._pool.demotable(keys)
         self.unwritten += len(keys) - len(ready)
-        if not ready:
-            return
+        if ready:
+            for tenant, part in self._pool.by_tenant(ready).items():
+                self._start(tier, part, tenant)
+
+    def _start(self, tier: Tier, ready: list[OffloadKey], tenant: str) -> None:
         spec = self._pool.prepare_load(ready, NO_REQUEST)
         self._newest -= 1
         job = RowJob(
@@ -120,6 +123,7 @@ class Demotions:
             spec.block_ids,
             self._clock() + self._seconds,
             self.describe(ready),
+            tenant,
         )
         self._jobs[job] = tier
         taken = tier.demote(job)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
@@ -48,6 +48,10 @@ class ManagerStats:
     evicted: int
     refused: int
     """Chunks that were offered and not taken: offered too rarely, or there was no slot."""
+    not_kept: int = 0
+    """Chunks that a hint wanted to keep, beyond the part of the slots that may be kept."""
+    by_tenant: dict[str, int] = field(default_factory=dict)
+    """The slots of each tenant that has any, if tenants have shares."""
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -55,7 +59,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     With a `store_threshold` of 2 or more, a chunk is taken only when it is offered that many times.
     `max_tracked` bounds what is remembered of absent chunks: how often they were offered, and why they are
-    absent.
+    absent. `share` is the part of the slots that a tenant may have.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class CPUOffloadingManager(OffloadingManager):
         *,
         store_threshold: int = 0,
         max_tracked: int = 64_000,
+        share: float | None = None,
     ) -> None:
         if num_slots < 0 or max_tracked < 0:
             raise InputError(
@@ -72,7 +77,7 @@ class CPUOffloadingManager(OffloadingManager):
             )
         self.num_slots = num_slots
         policy = make_policy(policy, num_slots) if isinstance(policy, str) else policy
-        self._table = SlotTable(num_slots, policy)
+        self._table = SlotTable(num_slots, policy, share)
         self._stays = np.zeros(num_slots, dtype=np.bool_)  # the chunk last put there must not leave the pool
         self._some_stay = False  # whether any chunk ever had to stay
         self._store_threshold = store_threshold
@@ -135,7 +140,8 @@ class CPUOffloadingManager(OffloadingManager):
         slots = self._table.held(_as_list(keys))
         if len(slots):
             user = hash(req_context.req_id) if req_context.req_id else NO_USER
-            self._table.touch(slots, user, req_context.ending)
+            context = req_context
+            self._table.touch(slots, user, context.ending, context.hints, context.tenant)
 
     # -- store -------------------------------------------------------------------------------------
 
@@ -158,15 +164,16 @@ class CPUOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
         needed = len(wanted) - table.num_free()
         newcomers = None if ignore_threshold else wanted
-        evicted = self._make_room(needed, offered, wanted, newcomers) if needed > 0 else []
+        tenant = req_context.tenant
+        evicted = self._make_room(needed, offered, wanted, newcomers, tenant) if needed > 0 else []
         if len(evicted) < needed:
             refused = wanted[len(evicted) - needed :]
             self._refuse(refused)
             del wanted[len(evicted) - needed :]
-            req_context.is_cut = table.shortfall(offered) < len(refused)  # else there is no room
+            req_context.is_cut = table.shortfall(offered, tenant) < len(refused)  # else there is no room
             if not wanted and not req_context.is_cut:
                 return None
-        slots = table.take(wanted, hash(req_context.req_id))
+        slots = table.take(wanted, hash(req_context.req_id), tenant)
         if self._some_stay or req_context.stays_in_pool:
             self._some_stay = True
             self._stays[slots] = req_context.stays_in_pool
@@ -178,10 +185,11 @@ class CPUOffloadingManager(OffloadingManager):
         offered: list[OffloadKey],
         wanted: list[OffloadKey],
         newcomers: list[OffloadKey] | None,
+        tenant: str,
     ) -> list[OffloadKey]:
         """Evict up to `count` chunks, none of them of the offer, and return their keys."""
         spared = self._table.held(offered) if len(offered) > len(wanted) else NO_SLOTS
-        _, evicted = self._table.make_room(count, spared, newcomers)
+        _, evicted = self._table.make_room(count, spared, newcomers, tenant)
         if evicted:
             self._evicted += len(evicted)
             self._miss_history.add(evicted, _EVICTED)
@@ -268,6 +276,16 @@ class CPUOffloadingManager(OffloadingManager):
         may_leave[may_leave] = ~self._stays[slots[may_leave]]
         return list(compress(keys, may_leave.tolist()))
 
+    def by_tenant(self, keys: list[OffloadKey]) -> dict[str, list[OffloadKey]]:
+        """Divide ready chunks by the tenant who stored them. Without shares, there is one."""
+        marks = self._table.marks
+        if marks is None or marks.limit is None:
+            return {"": keys}
+        found: dict[str, list[OffloadKey]] = {}
+        for key, tenant in zip(keys, marks.tenants_of(self._table.find(keys)), strict=True):
+            found.setdefault(tenant, []).append(key)
+        return found
+
     def coldest(self, count: int) -> list[OffloadKey]:
         """Return up to `count` chunks that would be evicted next, in the order of eviction."""
         return self._table.coldest(count)
@@ -297,6 +315,7 @@ class CPUOffloadingManager(OffloadingManager):
     def stats(self) -> ManagerStats:
         """Return the slots by state, and the totals so far."""
         free, ready, reading, writing, doomed = self._table.counts()
+        marks = self._table.marks
         return ManagerStats(
             slots=self.num_slots,
             free=free,
@@ -307,6 +326,8 @@ class CPUOffloadingManager(OffloadingManager):
             stored=self._stored,
             evicted=self._evicted,
             refused=self._refused,
+            not_kept=0 if marks is None else marks.not_kept,
+            by_tenant={} if marks is None else marks.used_by_tenant(),
         )
 
     def check(self) -> None:

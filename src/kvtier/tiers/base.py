@@ -86,6 +86,8 @@ class RowJob:
     deadline: float
     describe: Callable[[int], bytes] = _no_description
     """Returns the description for events of the row at a position (opaque). Any thread may call it."""
+    tenant: str = ""
+    """Whose rows these are, for a tier in which tenants have shares."""
     lent: set[int] = field(init=False)
     """The positions of rows whose memory the tier may use. The manager removes those that are free again."""
 

@@ -76,6 +76,7 @@ def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:
         rank=config.engine_index,
         ranks=engines,
         description_bytes=config.description_bytes,
+        share=config.settings.tenant_share,
     )
 
 

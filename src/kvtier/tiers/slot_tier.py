@@ -184,7 +184,7 @@ class SlotTier(IOTier):
             self._record_refused(missing)
             return []
         spared = table.held(offered) if len(missing) < len(offered) else NO_SLOTS
-        slots, evicted, victims = table.reserve(wanted, spared)
+        slots, evicted, victims = table.reserve(wanted, spared, job.tenant)
         taken = wanted[: len(slots)]
         if len(taken) < len(missing):
             distinct = set(taken)

@@ -83,7 +83,8 @@ class _Opened(NamedTuple):
 class DiskTier(SlotTier):
     """Rows of one namespace in a folder.
 
-    `namespace()` is called until it is known. `rank`: data-parallel.
+    `namespace()` is called until it is known. `rank`: data-parallel. `share` is the part of the slots that a
+    tenant may have; rows of an earlier process belong to nobody.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class DiskTier(SlotTier):
         max_queued: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
+        share: float | None = None,
     ) -> None:
         """Begin to lock the folder, without waiting; `wait_open` waits for the tier to open."""
         super().__init__(
@@ -112,7 +114,7 @@ class DiskTier(SlotTier):
             clock=clock,
             check_seals=check_seals,
         )
-        self.config = config
+        self.config, self._tenant_share = config, share
         self._folder = Path(config.path) / f"rank-{rank}"
         self._rank, self._ranks, self._reported_others = rank, ranks, 0
         self._description_bytes = description_bytes
@@ -184,7 +186,7 @@ class DiskTier(SlotTier):
         self._releases.add(files.close)
         try:
             slots = files.header.slots
-            table = SlotTable(slots, make_policy(self.config.policy, slots))
+            table = SlotTable(slots, make_policy(self.config.policy, slots), self._tenant_share)
             table.take_habits(read_learnt(files.folder))
             for _done in table.restore(found.slots, found.keys, found.ticks):
                 time.sleep(0)  # let the engine run

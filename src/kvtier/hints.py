@@ -1,0 +1,115 @@
+"""`Hints`: what a client says about the KV of a request; and the tenant that a request belongs to.
+
+A client gives hints in `kv_transfer_params["kvtier"]`. They order which chunks leave a full tier; they never
+pin a chunk. A client may send anything: a value that is not valid is ignored, and costs one line in the log
+a minute at most. Everything here is pure, but for that line; any thread may call it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from kvtier.config_fields import parse_duration
+from kvtier.errors import InputError, LogLimit, show_value
+from kvtier.policies.base import ENDINGS
+
+logger = logging.getLogger(__name__)
+
+_PRIORITIES = {"low": -1, "normal": 0, "high": 1, -1: -1, 0: 0, 1: 1}
+_LONGEST_TEXT = 32
+"""No valid value is longer, and a pattern takes long to refuse a long text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client says about a request. The default says nothing."""
+
+    keep: float = 0.0
+    """The seconds after the request's end for which its chunks leave after others."""
+    drop: bool = False
+    """Whether nobody comes back for what the request stored, so that it leaves before others."""
+    priority: int = 0
+    """-1 for chunks that leave before others, 1 for chunks that are kept for as long as may be."""
+    ending: str | None = None
+    """How the request ends, if the client knows it: `tool` or `turn`."""
+
+
+NO_HINTS = Hints()
+
+
+def read_hints(params: Mapping[str, Any] | None, longest_keep: float, log_limit: LogLimit) -> Hints:
+    """Return the hints among a request's parameters; those that are absent or not valid say nothing.
+
+    No time to keep is longer than `longest_keep`. `log_limit` bounds the lines about what is not valid.
+    """
+    given = None if params is None else params.get("kvtier")
+    if not isinstance(given, dict):
+        return NO_HINTS
+    hints: dict[str, Any] = {}
+    for name, read in _READERS.items():
+        if (value := given.get(name)) is None:
+            continue
+        try:
+            hints[name] = read(value)
+        except InputError as error:
+            _log_ignored(log_limit, name, str(error))
+    unknown = next((name for name in given if name != "explain" and name not in _READERS), None)
+    if unknown is not None:
+        expected = f"expected explain, {', '.join(_READERS)}"
+        _log_ignored(log_limit, "", f"{expected}, got {show_value(unknown)}")
+    if not hints:
+        return NO_HINTS
+    if hints.get("priority") == 1:
+        hints["keep"] = longest_keep
+    hints["keep"] = 0.0 if hints.get("drop") else min(hints.get("keep", 0.0), longest_keep)
+    return Hints(**hints)
+
+
+def _log_ignored(log_limit: LogLimit, name: str, problem: str) -> None:
+    if (more := log_limit.admit()) is not None:
+        where = f"kv_transfer_params.kvtier.{name}" if name else "kv_transfer_params.kvtier"
+        logger.warning("%s: %s; it is ignored%s", where, problem, more)
+
+
+def _read_keep(value: object) -> float:
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        raise InputError(f"expected a time such as 10m, got {show_value(value)}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 1e9:
+        return 1e9  # a number that is too large means as long as may be
+    return parse_duration(value)
+
+
+def _read_flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"expected true or false, got {show_value(value)}")
+    return value
+
+
+def _read_priority(value: object) -> int:
+    found = _PRIORITIES.get(value) if type(value) in (str, int) else None
+    if found is None:
+        raise InputError(f"expected low, normal or high, got {show_value(value)}")
+    return int(found)
+
+
+def _read_ending(value: object) -> str:
+    if not isinstance(value, str) or value not in ENDINGS[1:]:
+        raise InputError(f"expected {' or '.join(ENDINGS[1:])}, got {show_value(value)}")
+    return value
+
+
+_READERS = {"keep": _read_keep, "drop": _read_flag, "priority": _read_priority, "ending": _read_ending}
+
+
+def tenant_of(cache_salt: object) -> str:
+    """Return the name of the tenant that uses a cache salt: a digest, which logs and metrics may show.
+
+    Requests without a salt are one tenant, which has an empty name.
+    """
+    if not isinstance(cache_salt, str) or not cache_salt:
+        return ""
+    return sha256(cache_salt.encode(errors="surrogatepass")).hexdigest()[:12]
