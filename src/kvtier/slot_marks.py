@@ -32,7 +32,7 @@ _NOBODY = 0
 
 
 class SlotMarks:
-    """The marks of `num_slots` slots. `share` is the part of them that a tenant may have, if it is limited."""
+    """The marks of `num_slots` slots. `share` is the part of them that a tenant may have."""
 
     def __init__(self, num_slots: int, share: float | None = None) -> None:
         self.num_slots = num_slots

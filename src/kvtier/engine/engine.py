@@ -32,7 +32,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from kvtier.config import KVTierConfig, OffloadingConfig
-from kvtier.connector import ConnectorRole, Explanation, OffloadingConnector
+from kvtier.connector import ConnectorRole, Explanation, OffloadingConnector, read_params
 from kvtier.engine.assembly import (
     allocate_kv,
     describe_cache,
@@ -202,11 +202,12 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         lora_name: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> str:
         """Queue a prompt and return the request's id.
 
         A request that could never run is refused with `InputError`, and nothing has changed. Tokens are ints
-        or numpy's ints.
+        or numpy's ints. `kv_transfer_params` are for the tiers, which ignore what is not valid in them.
         """
         return self._queue(
             self._read_prompt("prompt", prompt_token_ids),
@@ -214,6 +215,7 @@ class Engine:
             self._free_id() if request_id is None else self._read_id(request_id),
             cache_salt=None if cache_salt is None else read_text("cache_salt", cache_salt),
             lora_name=None if lora_name is None else read_text("lora_name", lora_name),
+            kv_transfer_params=read_params(kv_transfer_params),
         )
 
     def _queue(
@@ -223,6 +225,7 @@ class Engine:
         request_id: str,
         cache_salt: str | None = None,
         lora_name: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> str:
         """Queue a request whose values have been checked."""
         self._refuse_closed()
@@ -237,6 +240,7 @@ class Engine:
             block_size=self.config.block_size,
             cache_salt=cache_salt,
             lora_name=lora_name,
+            kv_transfer_params=kv_transfer_params,
         )
         self._arrivals += 1
         if self.connector is not None:

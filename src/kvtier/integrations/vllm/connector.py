@@ -35,7 +35,6 @@ from kvtier.connector import (
     OffloadingConnector,
     OffloadingConnectorMetadata,
     TransferReport,
-    read_params,
 )
 from kvtier.errors import ConfigError
 from kvtier.integrations.summary import Summary
@@ -48,8 +47,15 @@ from kvtier.integrations.vllm.describe import (
     summarize,
     wanted_layout,
 )
+from kvtier.integrations.vllm.endings import find_call_ends, how_ended
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats, show_messages
-from kvtier.integrations.vllm.requests import AdmissionGate, EndedRequests, RequestLog, answer_params
+from kvtier.integrations.vllm.requests import (
+    AdmissionGate,
+    EndedRequests,
+    RequestLog,
+    answer_params,
+    asked_params,
+)
 from kvtier.integrations.vllm.translate import describer, step_view, translate_event
 from kvtier.integrations.vllm.weights import LiveWeights, find_models, watchable
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
@@ -128,6 +134,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._live_weights: LiveWeights | None = None
         self._has_new_weights = False  # whether this worker has yet to report so
         self._changes_at_notice = -1  # loads of steps with no more changes may bring KV of old weights
+        self._call_ends: frozenset[int] = frozenset()
         self._shown: set[str] = set()  # requests known to the core connector
         self._updated = False  # whether this step's output was processed
         self._output = KVConnectorOutput()  # of this worker's last step; vLLM takes it in three parts
@@ -155,6 +162,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         describe = describer(self._vllm_config)
         self._connector = OffloadingConnector(config, role, self.make_spec(config), describe)
         if self._connector.connector_scheduler is not None:
+            self._call_ends = find_call_ends(self._vllm_config)
             _log(summarize(config))
             scheduler = self._connector.connector_scheduler
             self._summary = Summary(scheduler.stats, _log, describe_tiers=scheduler.describe_tiers)
@@ -205,7 +213,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         A request that has just ended may have had the same id.
         """
         self._end(self._ended.take(request.request_id))
-        request.kv_transfer_params = read_params(request.kv_transfer_params)
+        request.kv_transfer_params = asked_params(request)
         self._connector.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -308,7 +316,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _end(self, requests: list[Request]) -> None:
         """Make the core connector forget requests. Their blocks need not be held."""
         for request in requests:
-            self._connector.request_finished(request)
+            self._connector.request_finished(request, how=how_ended(request, self._call_ends))
 
     def has_pending_push_work(self) -> bool:
         """Return whether the engine must keep stepping for transfers although it has no requests."""

@@ -2,8 +2,9 @@
 served from a cache.
 
 A request asks for an explanation with `kv_transfer_params: {"kvtier": {"explain": true}}`, and the answer's
-`kv_transfer_params` then say where its prompt came from. All other parameters are left alone. Requests that
-lost time are in vLLM's log now and then. All of this belongs to the scheduler thread.
+`kv_transfer_params` then say where its prompt came from. Hints (`kvtier.hints`) come in the same place, or
+in an action of vLLM's `kv_hints`. All other parameters are left alone. Requests that lost time are in vLLM's
+log now and then. All of this belongs to the scheduler thread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from kvtier.config import GroupConfig
-from kvtier.connector import CachedRequest, Explanation
+from kvtier.connector import CachedRequest, Explanation, read_params
 from kvtier.errors import LogLimit
 from kvtier.offload import MissReason
 
@@ -131,6 +132,22 @@ class EndedRequests:
         """Take all of them."""
         taken, self._requests = list(self._requests.values()), {}
         return taken
+
+
+def asked_params(request: Request) -> dict[str, Any] | None:
+    """Return a request's parameters, with the payloads of actions of type `kvtier` in vLLM's `kv_hints`.
+
+    A parameter that the request has itself comes first. All of them come from a client, and the hints from
+    an orchestrator before vLLM; they may be of any type.
+    """
+    params, envelope = read_params(request.kv_transfer_params), getattr(request, "kv_hints", None)
+    actions = [action for action in envelope.actions if action.action_type == "kvtier"] if envelope else []
+    if not actions:
+        return params
+    asked: dict[str, Any] = {}
+    for payload in (*(action.payload for action in actions), (params or {}).get("kvtier")):
+        asked |= payload if isinstance(payload, dict) else {}
+    return {**(params or {}), "kvtier": asked}
 
 
 def answer_params(request: Request, explanation: Explanation | None) -> dict[str, Any] | None:
