@@ -18,6 +18,7 @@ from kvtier.config import (
     GroupConfig,
     KVTierConfig,
     OffloadingConfig,
+    SharesConfig,
     format_size,
     parse_duration,
     parse_size,
@@ -343,6 +344,8 @@ class TestFromDict:
             "load_if_faster": False,
             "staging": "64MiB",
             "self_describing_kv_events": False,
+            "longest_keep": "10m",
+            "shares": {"by": "cache_salt", "limit": 0.5},
             "tiers": [],
         }
         config = KVTierConfig.from_dict(given_settings)
@@ -356,6 +359,8 @@ class TestFromDict:
             load_if_faster=False,
             staging=64 << 20,
             self_describing_kv_events=False,
+            longest_keep=600.0,
+            shares=SharesConfig(limit=0.5),
         )
         assert KVTierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -500,6 +505,13 @@ class TestFromDict:
                 {"block_size": 64, "blocks_per_chunk": 4},
                 "chunk_tokens: expected this or blocks_per_chunk, got both",
             ),
+            ({"longest_keep": "long"}, "longest_keep: expected a time such as 500ms, 2s or a number of"),
+            ({"shares": 0.5}, "shares: expected a table of settings, got 0.5"),
+            ({"shares": {}}, "shares.limit: expected a value, got none; this setting is required"),
+            ({"shares": {"limit": 0}}, "shares.limit: expected a share above 0, got 0"),
+            ({"shares": {"limit": 2}}, "shares.limit: expected a share from 0 to 1, got 2"),
+            ({"shares": {"limit": 1, "by": "user"}}, "shares.by: expected 'cache_salt', got 'user'"),
+            ({"shares": {"limits": 1}}, "shares.limits: no such setting; did you mean shares.limit?"),
         ],
     )
     def test_refuses(self, bad: Any, message: str) -> None:

@@ -18,7 +18,7 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 
 BASE = {"config", "errors", "keys", "namespace", "config_fields", "residency", "tier_config"}
-BELOW_TRANSFER = BASE | {"machine", "policies", "pool", "slot_table"}
+BELOW_TRANSFER = BASE | {"hints", "machine", "policies", "pool", "slot_table"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
@@ -36,7 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "keys": {"errors", "native"},
     "residency": {"keys"},
     "policies": BASE | {"native"},
-    "slot_table": BASE | {"policies"},
+    "hints": {"config_fields", "errors", "policies"},
+    "slot_marks": BASE | {"hints", "policies"},
+    "slot_table": BASE | {"hints", "policies", "slot_marks"},
     "rendezvous": {"errors"},
     "pool": BASE | {"machine", "rendezvous"},
     "events": {"config_fields", "errors", "keys", "residency"},
