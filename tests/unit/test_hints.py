@@ -8,13 +8,15 @@ import random
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.errors import LogLimit
 from kvtier.hints import NO_HINTS, Hints, read_hints, tenant_of
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.policies import Ending
+from kvtier.policies import Ending, GittinsPolicy
+from kvtier.policies.reuse import classes_of
 
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 KEEP, DROP, LOW, HIGH = Hints(keep=60.0), Hints(drop=True), Hints(priority=-1), Hints(keep=100, priority=1)
@@ -106,9 +108,10 @@ def test_a_use_by_another_request_ends_a_drop(policy: str) -> None:
 @POLICIES
 def test_a_low_request_does_not_make_what_others_use_low(policy: str) -> None:
     cache, shared, low = Cache(24, policy), chunks("shared", 8), chunks("low", 8)
+    cache.ask(chunks("oldest", 8))
     cache.ask(shared)
     cache.ask(shared + low, LOW)
-    cache.flood(4)
+    cache.flood(3)
     assert (cache.held(shared), cache.held(low)) == (8, 0)
     cache.ask(low, LOW)
     cache.ask(low)
@@ -189,6 +192,20 @@ def test_random_hints_and_tenants_break_nothing(policy: str, seed: int) -> None:
             cache.manager.reset_cache()
 
 
+def test_hints_come_before_what_a_policy_finds_worth_its_slot() -> None:
+    """Low chunks leave for anything; kept ones do not leave for what is worth less than others."""
+    cache, often, kept = Cache(12, "gittins"), chunks("often", 4), chunks("kept", 4)
+    policy = cache.manager.policy
+    assert isinstance(policy, GittinsPolicy)
+    for _ in range(6):
+        cache.ask(often)
+        cache.ask(chunks("low", 4), LOW)
+    cache.ask(kept, KEEP)
+    policy.model.indices[classes_of(np.array([1], dtype=np.uint8))] = 0.0  # first uses are worth nothing
+    cache.ask(chunks("new", 12))
+    assert [cache.held(chunks(name, 12)) for name in ("often", "kept", "low", "new")] == [4, 4, 0, 4]
+
+
 # -- shares -------------------------------------------------------------------------------------------
 
 
@@ -225,12 +242,26 @@ def test_free_slots_are_for_everybody_and_the_greedy_give_way_first(policy: str)
     assert cache.manager.stats().by_tenant == {"a": 20, "b": 20}, "at its share, it makes its own room"
 
 
-def test_a_prompt_longer_than_the_share_is_stored_up_to_it() -> None:
+@pytest.mark.parametrize("others", [10, 7])
+def test_a_prompt_longer_than_the_share_is_stored_up_to_it(others: int) -> None:
+    """With seven others, there are free slots, which count too."""
     cache, long = Cache(40, "lru", 0.5), chunks("long", 30)
-    cache.flood(10, "other")
+    cache.flood(others, "other")
     cache.ask(long, tenant="long")
     assert cache.manager.lookup_prefix(long, ReqContext(), wait=False) == 20
     assert cache.manager.stats().by_tenant == {"other": 20, "long": 20}
+
+
+def test_a_tenant_whose_chunks_are_all_in_use_asks_again_later() -> None:
+    cache, own = Cache(40, "lru", 0.5), chunks("own", 20)
+    cache.flood(5, "other")
+    cache.ask(own, tenant="own")
+    context = ReqContext(req_id="next", tenant="own")
+    spec = cache.manager.prepare_load(own, context)
+    assert cache.manager.prepare_store(chunks("new", 2), context) is None
+    assert not context.is_cut, "its chunks are worth it"
+    cache.manager.complete_load(own, spec)
+    assert cache.manager.prepare_store(chunks("new", 2), context) is not None
 
 
 def test_a_tenant_keeps_half_of_its_share_at_most() -> None:
