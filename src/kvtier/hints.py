@@ -37,6 +37,11 @@ class Hints:
     ending: str | None = None
     """How the request ends, if the client knows it: `tool` or `turn`."""
 
+    @property
+    def orders(self) -> bool:
+        """Whether these hints say when chunks should leave."""
+        return self.drop or self.keep > 0 or self.priority < 0
+
 
 NO_HINTS = Hints()
 

@@ -9,9 +9,9 @@ A table asks in which order groups of its chunks should leave; within a group, i
 Nothing is pinned: if nothing else may leave, kept chunks leave. Kept chunks are at most half of the slots,
 or of a tenant's share. With a share, a tenant that has as many chunks as its share makes room among its own
 chunks only. Free slots are not denied to anybody; a tenant that has taken more than its share while nobody
-else needed it gives way first. The owner of a chunk is the tenant who stored it: the salt is part of a
-chunk's key, so tenants cannot share one. What is remembered is bounded by the number of slots. Scheduler
-thread only.
+else needed it gives way first, down to its share. The owner of a chunk is the tenant who stored it: the salt
+is part of a chunk's key, so tenants cannot share one. What is remembered is bounded by the number of slots.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class SlotMarks:
     ) -> Iterator[tuple[Mask, bool, int]]:
         """Yield the groups of chunks that may leave for a tenant who needs `count` slots beyond the free.
 
-        With each comes whether it is low, and how many of the `count` chunks may have left after it.
+        With each comes whether its chunks leave for any newcomer, because they are low or beyond a share;
+        and how many of the `count` chunks may have left after it.
         """
         if self.limit is None:
             yield from ((group, low, count) for group, low in self.groups(evictable, now))
@@ -148,11 +149,11 @@ class SlotMarks:
         number = self._numbers.get(tenant, _NOBODY)
         room = min(count, self.limit - self._used[number] - num_free)
         if room > 0:
-            above = np.zeros(self.num_slots, dtype=np.bool_)
-            for other in self._above:
-                above |= self._owners == other
-            if self._above:
-                yield from ((group & above, low, room) for group, low in self.groups(evictable, now))
+            excess = 0
+            for other in sorted(self._above, key=self._used.__getitem__, reverse=True):
+                excess += self._used[other] - self.limit
+                theirs, most = self._owners == other, min(room, excess)
+                yield from ((group & theirs, True, most) for group, _ in self.groups(evictable, now))
             yield from ((group, low, room) for group, low in self.groups(evictable, now))
         if number != _NOBODY:
             own = self._owners == number

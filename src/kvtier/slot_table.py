@@ -205,7 +205,8 @@ class SlotTable:
             return self.keys(self._coldest(count, self.evictable))
         found: list[OffloadKey] = []
         for group, _ in self.marks.groups(self.evictable, self._now()):
-            found += self.keys(self._coldest(count - len(found), group))
+            if len(found) < count:
+                found += self.keys(self._coldest(count - len(found), group))
         return found
 
     def hottest(self) -> list[OffloadKey]:
@@ -253,7 +254,7 @@ class SlotTable:
             self._touch(slots, reused)
         else:
             self._end_request(slots, reused, ending)
-            if self.marks is None and hints is not NO_HINTS:
+            if self.marks is None and hints.orders:
                 self.marks = SlotMarks(self.num_slots)
             if self.marks is not None:
                 self.marks.end_request(slots, reused, hints, tenant, self._now())
@@ -319,16 +320,16 @@ class SlotTable:
             return self._evict_among(self.evictable, count, newcomers)
         all_victims, all_keys = [NO_SLOTS], list[OffloadKey]()
         groups = marks.groups_for(tenant, count, self.num_free(), self.evictable, self._now())
-        for group, is_low, most in groups:
+        for group, for_any, most in groups:
             wanted = min(most - len(all_keys), int(np.count_nonzero(group)))
             if wanted <= 0:
                 continue
-            victims, keys = self._evict_among(group, wanted, None if is_low else newcomers)
+            victims, keys = self._evict_among(group, wanted, None if for_any else newcomers)
             marks.leave(victims)
             all_victims.append(victims)
             all_keys += keys
-            if len(keys) < wanted:
-                break  # the newcomers are worth less than these, and so less than the next groups
+            if len(keys) < wanted or len(all_keys) == count:
+                break  # if there are fewer, the newcomers are worth less than these, and than the next
         return np.concatenate(all_victims), all_keys
 
     def _evict_among(

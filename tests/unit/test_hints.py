@@ -237,9 +237,12 @@ def test_free_slots_are_for_everybody_and_the_greedy_give_way_first(policy: str)
     cache.ask(chunks("new", 8), tenant="b")
     assert cache.held(early) == 8
     assert cache.manager.stats().by_tenant == {"a": 24, "b": 16}
+    cache.ask(chunks("tiny", 1), tenant="c")
+    assert cache.manager.stats().by_tenant == {"a": 23, "b": 16, "c": 1}
     for turn in range(4):
         cache.ask(chunks(f"more {turn}", 8), tenant="b")
-    assert cache.manager.stats().by_tenant == {"a": 20, "b": 20}, "at its share, it makes its own room"
+    assert cache.manager.stats().by_tenant["b"] == 20, "at its share, it makes its own room"
+    assert cache.manager.stats().by_tenant["a"] >= 19
 
 
 @pytest.mark.parametrize("others", [10, 7])

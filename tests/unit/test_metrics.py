@@ -22,9 +22,11 @@ from tests.unit.server_kit import (
 )
 
 from kvtier.connector import ConnectorStats
-from kvtier.connector.metrics import METRICS, is_of_tiers
+from kvtier.connector.metrics import METRICS, _add_pool, is_of_tiers
 from kvtier.errors import InputError
+from kvtier.keys import OffloadKey
 from kvtier.metrics import SECONDS, Histogram, Metric, MetricKind, Registry, format_family
+from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.tiers import TierStats
 
 INDEX = [
@@ -191,6 +193,29 @@ def test_names_of_the_connector_stay() -> None:
     ] == CONNECTOR
     assert CONNECTOR[:17] == [total.name for total in fields(ConnectorStats)]
     assert all(metric.text.endswith(".") for metric in METRICS.values())
+
+
+def test_the_labels_of_tenants_are_bounded_and_fall_to_zero() -> None:
+    manager = CPUOffloadingManager(200, share=0.5)
+    registry = Registry("")
+    _add_pool(registry, manager, 10)
+
+    def store(*tenants: int) -> dict[str, float]:
+        for tenant in tenants:
+            key = OffloadKey(bytes([tenant]) * 36)
+            manager.prepare_store([key], ReqContext(tenant=f"{tenant}"))
+            manager.complete_store([key])
+        (samples,) = [
+            samples for metric, samples in registry.collect() if metric.name == "tenant_used_bytes"
+        ]
+        return {labels["tenant"]: value for labels, value in samples if not isinstance(value, Histogram)}
+
+    assert store(0, 1) == {"0": 10, "1": 10}
+    used = store(*range(2, 100))
+    assert (len(used), used["other"], sum(used.values())) == (65, 360, 1000)
+    manager.reset_cache()
+    assert set(store().values()) == {0}
+    assert store(99)["other"] == 10
 
 
 def test_all_that_a_tier_counts_is_shown() -> None:
