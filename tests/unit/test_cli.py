@@ -290,7 +290,9 @@ def test_no_width_costs_the_live_table_a_column(columns: int) -> None:
 
 
 def test_config_check_prints_what_was_understood(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "c.toml").write_text('load_deadline = "500ms"\n[cpu]\ncapacity = "8Gi"\npolicy = "arc"\n')
+    (here / "c.toml").write_text(
+        'load_deadline = "500ms"\n[cpu]\ncapacity = "8Gi"\npolicy = "arc"\n[shares]\nlimit=0.5'
+    )
     assert main(["config", "check", "c.toml"]) == 0
     lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert lines["cpu.capacity"].strip() == "8.0 GiB, 8,589,934,592 bytes"
@@ -298,6 +300,8 @@ def test_config_check_prints_what_was_understood(here: Path, capsys: pytest.Capt
     assert lines["load_deadline"].strip() == "0.5 s"
     assert lines["store_deadline"].strip() == "30 s (default)"
     assert lines["prompt_only"].strip() == "false (default)"
+    assert lines["longest_keep"].strip() == "3600 s (default)"
+    assert lines["shares.limit"].strip() == "0.5"
 
 
 def test_config_check_prints_a_line_for_each_setting_of_a_tier(

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from kvtier.cli.lmcache import Translation, translate_file
 from kvtier.cli.streams import remark
-from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, TierConfig, format_size
+from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, SharesConfig, TierConfig, format_size
 from kvtier.errors import ConfigError
 from kvtier.policies import make_policy
 
@@ -38,7 +38,7 @@ _SIZES = {
     "write_limit": "no limit",
 }
 """The settings that are sizes, with the meaning of 0."""
-_Part = KVTierConfig | CPUConfig | TierConfig
+_Part = KVTierConfig | CPUConfig | SharesConfig | TierConfig
 
 
 class _Line(NamedTuple):
@@ -107,6 +107,7 @@ def _expect_policy(file: Path, path: str, name: str) -> None:
 def _print(config: KVTierConfig) -> None:
     """Print a line for each setting, under the path that errors name. Nothing is wrapped or cut off."""
     parts: list[tuple[str, _Part]] = [("cpu.", config.cpu), ("", config)]
+    parts += [("shares.", config.shares)] if config.shares is not None else []
     parts += [(f"tiers[{at}].{tier.kind}.", tier) for at, tier in enumerate(config.tiers)]
     lines = [line for prefix, part in parts for line in _lines(prefix, part)]
     width = max(len(line.path) for line in lines)
@@ -127,7 +128,7 @@ def _lines(prefix: str, part: _Part) -> Iterator[_Line]:
     plain = type(part)(**{name: getattr(part, name) for name in required})
     for setting in fields(part):
         value = getattr(part, setting.name)
-        if setting.name not in ("cpu", "tiers") and value not in (None, ""):
+        if setting.name not in ("cpu", "shares", "tiers") and value not in (None, ""):
             is_default = setting.name not in required and value == getattr(plain, setting.name)
             yield _Line(prefix + setting.name, value, is_default)
 
@@ -139,6 +140,6 @@ def _write(path: str, value: object) -> str:
         return "true" if value else "false"
     if name in _SIZES and isinstance(value, int):
         return f"{format_size(value)}, {value:,} bytes" if value else f"0: {_SIZES[name]}"
-    if name.endswith("_deadline") or name == "ttl":
+    if name.endswith("_deadline") or name in ("ttl", "longest_keep"):
         return f"{value:g} s"
     return f"{value:,}" if isinstance(value, int) else str(value)
