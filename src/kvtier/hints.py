@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from kvtier.config_fields import parse_duration
+from kvtier.config_fields import Reader, one_of, parse_duration, read_flag
 from kvtier.errors import InputError, LogLimit, show_value
 from kvtier.policies.base import ENDINGS
 
 logger = logging.getLogger(__name__)
 
-_PRIORITIES = {"low": -1, "normal": 0, "high": 1, -1: -1, 0: 0, 1: 1}
+_PATH = "kv_transfer_params.kvtier"
+_PRIORITIES = ("low", "normal", "high")
 _LONGEST_TEXT = 32
 """No valid value is longer, and a pattern takes long to refuse a long text."""
+_VERY_LONG = 1e7
+"""Seconds. A number that is larger means as long as may be, and need not be read exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +59,15 @@ def read_hints(params: Mapping[str, Any] | None, longest_keep: float, log_limit:
         return NO_HINTS
     hints: dict[str, Any] = {}
     for name, read in _READERS.items():
-        if (value := given.get(name)) is None:
-            continue
-        try:
-            hints[name] = read(value)
-        except InputError as error:
-            _log_ignored(log_limit, name, str(error))
+        if (value := given.get(name)) is not None:
+            try:
+                hints[name] = read(f"{_PATH}.{name}", _expect_short(f"{_PATH}.{name}", value))
+            except InputError as error:
+                _log_ignored(log_limit, str(error))
     unknown = next((name for name in given if name != "explain" and name not in _READERS), None)
     if unknown is not None:
         expected = f"expected explain, {', '.join(_READERS)}"
-        _log_ignored(log_limit, "", f"{expected}, got {show_value(unknown)}")
+        _log_ignored(log_limit, f"{_PATH}: {expected}, got {show_value(unknown)}")
     if not hints:
         return NO_HINTS
     if hints.get("priority") == 1:
@@ -74,40 +76,35 @@ def read_hints(params: Mapping[str, Any] | None, longest_keep: float, log_limit:
     return Hints(**hints)
 
 
-def _log_ignored(log_limit: LogLimit, name: str, problem: str) -> None:
+def _log_ignored(log_limit: LogLimit, problem: str) -> None:
     if (more := log_limit.admit()) is not None:
-        where = f"kv_transfer_params.kvtier.{name}" if name else "kv_transfer_params.kvtier"
-        logger.warning("%s: %s; it is ignored%s", where, problem, more)
+        logger.warning("%s; it is ignored%s", problem, more)
 
 
-def _read_keep(value: object) -> float:
+def _expect_short(path: str, value: object) -> object:
     if isinstance(value, str) and len(value) > _LONGEST_TEXT:
-        raise InputError(f"expected a time such as 10m, got {show_value(value)}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 1e9:
-        return 1e9  # a number that is too large means as long as may be
-    return parse_duration(value)
-
-
-def _read_flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InputError(f"expected true or false, got {show_value(value)}")
+        raise InputError(f"{path}: expected a word or a time, got {show_value(value)}")
     return value
 
 
-def _read_priority(value: object) -> int:
-    found = _PRIORITIES.get(value) if type(value) in (str, int) else None
-    if found is None:
-        raise InputError(f"expected low, normal or high, got {show_value(value)}")
-    return int(found)
+def _read_keep(path: str, value: object) -> float:
+    if isinstance(value, int | float) and value > _VERY_LONG:
+        return _VERY_LONG
+    return parse_duration(value, path)
 
 
-def _read_ending(value: object) -> str:
-    if not isinstance(value, str) or value not in ENDINGS[1:]:
-        raise InputError(f"expected {' or '.join(ENDINGS[1:])}, got {show_value(value)}")
-    return value
+def _read_priority(path: str, value: object) -> int:
+    if type(value) is int and -1 <= value <= 1:
+        return value
+    return _PRIORITIES.index(one_of(*_PRIORITIES)(path, value)) - 1
 
 
-_READERS = {"keep": _read_keep, "drop": _read_flag, "priority": _read_priority, "ending": _read_ending}
+_READERS: dict[str, Reader] = {
+    "keep": _read_keep,
+    "drop": read_flag,
+    "priority": _read_priority,
+    "ending": one_of(*ENDINGS[1:]),
+}
 
 
 def tenant_of(cache_salt: object) -> str:
