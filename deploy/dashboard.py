@@ -213,6 +213,7 @@ def room() -> Panels:
     written = f"sum by ({TIER}) (increase(vllm:kvtier_tier_demoted_bytes_total{ENGINE}[24h])) / {capacity}"
     limit = "By default write_limit is 4: beyond that, kvtier writes only rows that are offered again."
     left = {"pool: evicted": ours("evictions"), "pool: refused": ours("refusals")}
+    left["pool: more than hints may keep"] = ours("not_kept")
     left |= {f"{{{{tier}}}}: {word}": ours(f"tier_{word}", "tier") for word in ("evicted", "refused")}
     unwritten = {"left the pool": ours("unwritten"), "{{tier}}: dropped": ours("tier_dropped", "tier")}
     dashed = common.GraphThresholdsStyleConfig().mode(looks.GraphThresholdsStyleMode.DASHED)
