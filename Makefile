@@ -106,6 +106,7 @@ bench: $(ALL) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 	for tier in valkey object mooncake; do \
 	  $(BIN)/python benchmarks/overhead.py --tier $$tier --json $(RESULTS)/overhead_$$tier.json; done
 	$(PEER)/python benchmarks/vllm_ttft.py --json $(RESULTS)/vllm_ttft.json
+	$(PEER)/python benchmarks/vllm_policies.py --json $(RESULTS)/vllm_policies.json
 
 # On a machine with a CUDA device. PYTHON_GPU names a Python that has torch and Triton for it; ours has what PyPI offers.
 PYTHON_GPU ?= $(BIN)/python

@@ -114,7 +114,7 @@ class CPUConfig:
     """
 
     capacity: int = setting(read_size)
-    policy: str = setting(read_name, "gittins")
+    policy: str = setting(read_name, "lru")
 
     def __post_init__(self) -> None:
         read_fields(self, "cpu.")

@@ -166,7 +166,7 @@ class DiskConfig(_TierTable):
     kind: ClassVar[str] = "disk"
     path: str = setting(read_path)
     capacity: int = setting(read_size)
-    policy: str = setting(read_name, "gittins")
+    policy: str = setting(read_name, "lru")
     write: str = setting(one_of("through", "evict"), "through")
     write_limit: int | None = setting(optional(read_size), None)
     durability: str = setting(one_of("none", "periodic"), "none")

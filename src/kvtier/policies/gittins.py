@@ -28,10 +28,10 @@ from kvtier.policies.slots import ABSENT, ClassLists, GhostLists
 
 _GHOSTS = 6
 """Chunks remembered after they left, for each slot."""
-_SAMPLED = 4096
+_SAMPLED = 2048
 """About how many slots are sampled for the statistics."""
 _DERIVE_AFTER = 64
-"""Ends of requests between two derivations of the indices."""
+"""Ends of requests between two derivations of the indices; at the beginning fewer."""
 _RUNNING = 600.0
 """Seconds after which a chunk no longer counts as part of a request that runs."""
 _ADMISSION = 0.8
@@ -50,7 +50,7 @@ class GittinsPolicy(CachePolicy):
         super().__init__(capacity)
         self.model = ReuseModel()
         self._every = max(1, capacity // _SAMPLED)
-        self._num_ends = 0
+        self._num_ends, self._derive_at = 0, _DERIVE_AFTER // 16
         self._ranking = self._rank()
         self.clear()
 
@@ -77,7 +77,8 @@ class GittinsPolicy(CachePolicy):
     def end_request(self, slots: Slots, reused: npt.NDArray[np.bool_], ending: Ending) -> None:
         self._use(slots, reused, ending)
         self._num_ends += 1
-        if self._num_ends % _DERIVE_AFTER == 0:
+        if self._num_ends >= self._derive_at:
+            self._derive_at += min(self._derive_at, _DERIVE_AFTER)
             self._derive(self.clock())
 
     def _use(self, slots: Slots, reused: npt.NDArray[np.bool_], ending: Ending | None) -> None:

@@ -73,7 +73,8 @@ def classes_of(uses: npt.NDArray[np.uint8], ending: Ending | None = None) -> Slo
 
 def bins_of(ages: Numbers) -> Slots:
     """Return the bin of each age."""
-    return np.searchsorted(AGES, ages, side="right") - 1
+    doublings = np.log2(np.maximum(ages, _FIRST_AGE / 2.0) / _FIRST_AGE)
+    return np.clip(np.floor(2.0 * doublings).astype(np.int64) + 1, 0, NUM_BINS - 1)
 
 
 class ReuseModel:
@@ -99,15 +100,13 @@ class ReuseModel:
         used = _pool_last(self._used)
         reached = _reached(_pool_last(self._used + self._given_up + idle))
         chances = _chances(used, reached)
-        # The survival up to a bin cancels out of the ratio, so sums from the right are all that is needed.
-        alive = np.cumprod(np.hstack((np.ones((NUM_CLASSES, 1)), 1.0 - chances[:, :-1])), axis=1)
-        hits, seconds = _sums(alive * chances), _sums(alive * (1.0 - chances / 2.0) * _WIDTHS)
-        gained = hits[:, :-1, None] - hits[:, None, 1:]
-        taken = seconds[:, :-1, None] - seconds[:, None, 1:]
-        rates = np.divide(gained, taken, out=np.zeros_like(gained), where=(taken > 0) & _LATER)
+        seen = reached[:, 0] > 0
+        indices = np.empty((NUM_CLASSES, NUM_BINS))
+        indices[seen] = _indices(chances[seen])
+        indices[~seen] = _indices(chances[~seen][:1])  # nothing tells these classes apart
         # A head of a prefix has at least the uses of its tail, so it must not be worth less.
-        by_uses = rates.max(axis=2).reshape(-1, NUM_ENDINGS, NUM_BINS)
-        self.indices = np.maximum.accumulate(by_uses, axis=0).reshape(NUM_CLASSES, NUM_BINS)
+        by_uses = np.maximum.accumulate(indices.reshape(-1, NUM_ENDINGS, NUM_BINS), axis=0)
+        self.indices = by_uses.reshape(NUM_CLASSES, NUM_BINS)
         if self._used.sum() + self._given_up.sum() > _MOST_COUNTS:
             self._used *= 0.5
             self._given_up *= 0.5
@@ -152,7 +151,8 @@ class Habit(NamedTuple):
     """The median of the times until they came back."""
 
 
-_LATER = np.arange(NUM_BINS)[None, :, None] <= np.arange(NUM_BINS)[None, None, :]
+_LATER = (np.arange(NUM_BINS)[:, None] <= np.arange(NUM_BINS)[None, :]).astype(np.float64)
+"""Whether a bin, the second one, can be the end of waiting that begins in the first."""
 
 
 def _pool_last(counts: Numbers) -> Numbers:
@@ -176,6 +176,19 @@ def _chances(used: Numbers, reached: Numbers) -> Numbers:
     expected = _SHRINKAGE * ratio[:, None] * pooled
     chances: Numbers = np.minimum(_MOST_LIKELY, (used + expected) / (reached + _SHRINKAGE))
     return chances
+
+
+def _indices(chances: Numbers) -> Numbers:
+    """Return the index of each class and bin: the highest ratio of hits and seconds, over all ends."""
+    # The survival up to a bin cancels out of the ratio, so sums from the right are all that is needed.
+    alive = np.cumprod(np.hstack((np.ones((len(chances), 1)), 1.0 - chances[:, :-1])), axis=1)
+    hits, seconds = _sums(alive * chances), _sums(alive * (1.0 - chances / 2.0) * _WIDTHS)
+    gained = hits[:, :-1, None] - hits[:, None, 1:]
+    gained *= _LATER
+    taken = seconds[:, :-1, None] - seconds[:, None, 1:]
+    np.maximum(taken, np.finfo(np.float64).tiny, out=taken)
+    rates: Numbers = (gained / taken).max(axis=2)
+    return rates
 
 
 def _reached(counts: Numbers) -> Numbers:
