@@ -32,8 +32,10 @@ _SAMPLED = 2048
 """About how many slots are sampled for the statistics."""
 _DERIVE_AFTER = 64
 """Ends of requests between two derivations of the indices; at the beginning fewer."""
-_RUNNING = 600.0
-"""Seconds after which a chunk no longer counts as part of a request that runs."""
+_RUNNING = 60.0
+"""Seconds after which a chunk no longer counts as part of a request that runs: with `write: evict`, a disk is
+not told how the request ended that stored it.
+"""
 _ADMISSION = 0.8
 """A new chunk is taken if its index is at least this share of the index of the chunk that has to leave: its
 class is not known before its request ends, and a chunk that is not taken cannot show what it is worth.
