@@ -33,8 +33,8 @@ _SAMPLED = 2048
 _DERIVE_AFTER = 64
 """Ends of requests between two derivations of the indices; at the beginning fewer."""
 _RUNNING = 60.0
-"""Seconds after which a chunk no longer counts as part of a request that runs: with `write: evict`, a disk is
-not told how the request ended that stored it.
+"""Seconds after which a chunk no longer counts as part of a request that runs: with `write: evict`, a disk
+is not told how the request ended that stored it.
 """
 _ADMISSION = 0.8
 """A new chunk is taken if its index is at least this share of the index of the chunk that has to leave: its
