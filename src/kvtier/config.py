@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
@@ -46,6 +46,7 @@ from kvtier.config_fields import parse_duration as parse_duration
 from kvtier.config_fields import parse_size as parse_size
 from kvtier.errors import ConfigError, show_value
 from kvtier.namespace import Namespace
+from kvtier.packing import FORMAT, BlockFormat, block_format, pages_fit
 from kvtier.tier_config import DiskConfig as DiskConfig
 from kvtier.tier_config import MooncakeConfig as MooncakeConfig
 from kvtier.tier_config import ObjectConfig as ObjectConfig
@@ -139,7 +140,9 @@ class KVTierConfig:
     Deadlines are in seconds. A chunk is admitted once it has been offered `store_threshold` times; with 0 or
     1 it is admitted at once. `staging` is memory of a CUDA device, for the buffers of both directions
     together. `audit` is the share of computed tokens that may be spent on audits: 0 for none, 1 for an audit
-    of every hit. `longest_keep` bounds the time for which a hint may keep chunks; 0 ignores such hints.
+    of every hit. `packing` says whether rows of bfloat16 KV are packed (`kvtier.packing`); with `auto` they
+    are where that was measured to be faster. `longest_keep` bounds the time that a hint may keep chunks;
+    0 ignores such hints.
     """
 
     cpu: CPUConfig = setting(instance(CPUConfig))
@@ -153,6 +156,7 @@ class KVTierConfig:
     staging: int = setting(_read_staging, 256 << 20)
     self_describing_kv_events: bool = setting(read_flag, True)
     audit: float = setting(read_share, 0.001)
+    packing: str = setting(one_of("auto", "on", "off"), "auto")
     longest_keep: float = setting(_read_longest_keep, 3600.0)
     shares: SharesConfig | None = setting(optional(instance(SharesConfig)), None)
     tiers: tuple[TierConfig, ...] = setting(read_tiers, ())
@@ -236,6 +240,12 @@ def _read_groups(path: str, value: object) -> tuple[GroupConfig, ...]:
     return tuple(instance(GroupConfig)(f"{path}[{i}]", group) for i, group in enumerate(value))
 
 
+def _read_flags(path: str, value: object) -> tuple[bool, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(path, f"expected a flag for each KV cache group, got {show_value(value)}")
+    return tuple(read_flag(f"{path}[{i}]", flag) for i, flag in enumerate(value))
+
+
 def _read_bytes_by_rank(path: str, value: object) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(sizes, (list, tuple)) for sizes in value):
         raise ConfigError(path, f"expected sizes by group of each rank, got {show_value(value)}")
@@ -282,6 +292,8 @@ class OffloadingConfig:
     num_engines: int = setting(at_least(1), 1)
     bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
     replicas: int = setting(at_least(1), 1)
+    packed_groups: tuple[bool, ...] = setting(_read_flags, ())
+    """The groups whose blocks are kept packed; if it is empty, none are."""
     number_format: str = setting(read_text, "")
     """The format of the values in the caches, as torch names it; it may be empty without audits."""
     audit_tolerance: float = setting(read_number, 0.0)
@@ -302,6 +314,7 @@ class OffloadingConfig:
             raise ConfigError("replicas", problem)
         if self.bytes_by_rank:
             self._check_bytes_by_rank()
+        self._check_packed_groups()
         for i, group in enumerate(self.groups):
             if group.block_size % self.hash_block_size:
                 expected = f"expected a multiple of hash_block_size ({self.hash_block_size} tokens)"
@@ -321,6 +334,16 @@ class OffloadingConfig:
         if ranks[self.rank] != own:
             problem = f"expected {show_value(own)}, as its groups have, got {show_value(ranks[self.rank])}"
             raise ConfigError(f"bytes_by_rank[{self.rank}]", problem)
+
+    def _check_packed_groups(self) -> None:
+        """Refuse groups that cannot be packed."""
+        if self.packed_groups and len(self.packed_groups) != len(self.groups):
+            problem = f"expected one for each of {len(self.groups)} groups, got {len(self.packed_groups)}"
+            raise ConfigError("packed_groups", problem)
+        for i, (is_packed, group) in enumerate(zip(self.packed_groups, self.groups, strict=False)):
+            if is_packed and (group.is_state or self.packed_format(i) is None):
+                problem = f"expected blocks of KV that can be packed, got {show_value(group)}"
+                raise ConfigError(f"packed_groups[{i}]", problem)
 
     def _check_tiers(self) -> None:
         """Refuse tiers that cannot hold a row, and tiers without a pool."""
@@ -359,7 +382,8 @@ class OffloadingConfig:
 
         It stays None if the namespace could not be computed: a random one would match no other engine, and
         its rows would only take space from useful ones. A key names only the last block of a row, so the
-        namespace adds the row's shape: the blocks per chunk, the number of ranks and the bytes.
+        namespace adds the row's shape: the blocks per chunk, the number of ranks and the bytes, and the
+        packed form of groups.
         """
         could_not = isinstance(self.namespace, Namespace) and self.namespace.problem is not None
         namespace = None if could_not else self.namespace_nowait()
@@ -369,6 +393,9 @@ class OffloadingConfig:
         shape = f"{self.settings.blocks_per_chunk}x{ranks}x{self.row_bytes}"
         if self.bytes_by_rank:
             shape += "x" + sha256(json.dumps(self.bytes_by_rank).encode()).hexdigest()[:16]
+        if self.packs:
+            form = "".join("rp"[is_packed] for is_packed in self.packed_groups)
+            shape += f"x{FORMAT}x{form}x{self.raw_row_bytes}"
         return f"{namespace} {shape}"
 
     @property
@@ -398,26 +425,63 @@ class OffloadingConfig:
             replicas=1,
         )
 
+    def packed_format(self, group: int) -> BlockFormat | None:
+        """Return the form in which blocks of a group are kept; `None` if they are kept as they are."""
+        if not self.packed_groups or not self.packed_groups[group]:
+            return None
+        return block_format(self.groups[group].bytes_per_block, self.groups[group].block_size)
+
+    def kept_bytes(self, group: int, raw_bytes: int | None = None) -> int:
+        """Return the bytes that a block of a group takes in a row.
+
+        `raw_bytes` are its bytes in the engine, where they are not those of this rank.
+        """
+        size = self.groups[group].bytes_per_block if raw_bytes is None else raw_bytes
+        if not self.packed_groups or not self.packed_groups[group]:
+            return size
+        packed = block_format(size, self.groups[group].block_size)
+        return size if packed is None else packed.bytes
+
     def image_bytes(self, group: int) -> int:
         """Return the bytes of one chunk of a group on this rank."""
-        return self.settings.blocks_per_chunk * self.groups[group].bytes_per_block
+        return self.settings.blocks_per_chunk * self.kept_bytes(group)
 
     def bytes_of_all_ranks(self, group: int) -> int:
-        """Return the bytes of one block of a group, over all ranks."""
+        """Return the bytes of one block of a group in a row, over all ranks."""
         if self.bytes_by_rank:
-            return sum(sizes[group] for sizes in self.bytes_by_rank)
-        return self.world_size * self.groups[group].bytes_per_block
+            return sum(self.kept_bytes(group, sizes[group]) for sizes in self.bytes_by_rank)
+        return self.world_size * self.kept_bytes(group)
 
     @property
     def max_image_bytes(self) -> int:
         """The bytes that a row reserves for one image: as many as the largest group of any rank needs."""
         ranks = self.bytes_by_rank or (tuple(group.bytes_per_block for group in self.groups),)
-        return self.settings.blocks_per_chunk * max(max(sizes) for sizes in ranks)
+        blocks = [self.kept_bytes(group, size) for sizes in ranks for group, size in enumerate(sizes)]
+        return self.settings.blocks_per_chunk * max(blocks)
+
+    @property
+    def raw_row_bytes(self) -> int:
+        """The bytes of one row if no group is packed."""
+        ranks = self.bytes_by_rank or (tuple(group.bytes_per_block for group in self.groups),)
+        return self._row_bytes(self.settings.blocks_per_chunk * max(max(sizes) for sizes in ranks))
+
+    @property
+    def packs(self) -> bool:
+        """Whether any group is kept packed."""
+        return any(self.packed_groups)
+
+    @property
+    def packing_ratio(self) -> float:
+        """How many times the tokens the same memory keeps because rows are packed; 1 if they are not."""
+        return self.raw_row_bytes / self.row_bytes
 
     @property
     def row_bytes(self) -> int:
         """The bytes of one row, the unit that all tiers move and seal."""
-        return -(-len(self.storing_ranks) * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return self._row_bytes(self.max_image_bytes)
+
+    def _row_bytes(self, image_bytes: int) -> int:
+        return -(-len(self.storing_ranks) * image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @property
     def slot_bytes(self) -> int:
@@ -441,6 +505,38 @@ class OffloadingConfig:
     def num_slots(self) -> int:
         """The number of rows that the pool holds."""
         return self.settings.cpu.capacity // self.slot_bytes
+
+
+def groups_to_pack(
+    settings: KVTierConfig,
+    groups: Sequence[GroupConfig],
+    page_bytes: Sequence[Iterable[int]],
+    number_format: str,
+    *,
+    on_host: bool,
+) -> tuple[bool, ...]:
+    """Return which groups of an engine are kept packed; nothing if none are.
+
+    `page_bytes` are the bytes of each page of a group's blocks. States are never packed. Packing on the host
+    takes the processor's time, so it is done only where it was asked for.
+    """
+    if settings.packing != "on":
+        return ()
+    if not on_host:
+        raise ConfigError("packing", "expected auto or off for caches on a GPU, which are not packed yet")
+    if number_format != "bfloat16":
+        got = number_format or "other formats, or several"
+        raise ConfigError("packing", f"expected a cache of bfloat16, got {got}; set it to auto or off")
+    packed = tuple(
+        not group.is_state and pages_fit(pages, group.block_size)
+        for group, pages in zip(groups, page_bytes, strict=True)
+    )
+    if not any(packed):
+        sizes = [group.block_size for group in groups]
+        expected = "expected blocks of at least 8 tokens with heads of 64 values or more"
+        problem = f"{expected}, got blocks of {sizes} tokens whose pages cannot be packed; set it to auto"
+        raise ConfigError("packing", problem)
+    return packed
 
 
 def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...]) -> KVTierConfig:

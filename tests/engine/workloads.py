@@ -59,14 +59,18 @@ STATES: dict[str, Any] = LLAMA | {
 MODELS = {"llama": LLAMA, "two groups": TWO_GROUPS, "states": STATES}
 
 
-@lru_cache(maxsize=4)
-def decoder(model: str) -> Decoder:
+PACKED_HEAD_DIM = 32
+"""Two heads of so many values are the fewest that can be packed."""
+
+
+@lru_cache(maxsize=8)
+def decoder(model: str, is_packed: bool = False) -> Decoder:
     """Return a tiny model: KV in float32, arithmetic in float64, so that tokens do not depend on the batch's
-    shape.
+    shape. KV that is kept packed is in bfloat16, and its heads are wider.
     """
-    config = ModelConfig.from_dict(MODELS[model])
-    weights = random_weights(config, seed=7)
-    return Decoder(config, weights, device="cpu", dtype=torch.float32, compute_dtype=torch.float64)
+    config = ModelConfig.from_dict(MODELS[model] | ({"head_dim": PACKED_HEAD_DIM} if is_packed else {}))
+    weights, dtype = random_weights(config, seed=7), torch.bfloat16 if is_packed else torch.float32
+    return Decoder(config, weights, device="cpu", dtype=dtype, compute_dtype=torch.float64)
 
 
 @dataclass
@@ -82,12 +86,16 @@ class Workload:
     params: dict[str, SamplingParams]
     actions: dict[int, list[tuple[str, str]]]
     """What happens before which step: `("add", id)`, `("abort", id)`, `("reset", "gpu" | "all")`."""
+    is_packed: bool = False
 
     def kvtier(self) -> KVTierConfig:
         """Return the tier's settings, with room for `chunks` rows."""
         blocks = self.settings["blocks_per_chunk"]
         layers = 1 if self.model == "states" else 2  # in each group; no state is larger than their pages
-        row = blocks * layers * 2 * self.engine.block_size * 2 * 8 * 4
+        token = 2 * 2 * (2 * PACKED_HEAD_DIM if self.is_packed else 4 * 8)
+        row = blocks * layers * self.engine.block_size * token
+        if self.is_packed and self.model == "states":
+            row = max(row, blocks * 2 * 2 * PACKED_HEAD_DIM**2 * 8)
         row = -(-row // 4096) * 4096
         return KVTierConfig.from_dict(
             self.settings | {"cpu": {"capacity": row * self.chunks, "policy": self.policy}}
@@ -112,8 +120,8 @@ class Outcome:
     stats: ConnectorStats = field(default_factory=ConnectorStats)
 
 
-def draw(seed: int) -> Workload:
-    """Draw a workload."""
+def draw(seed: int, *, is_packed: bool = False) -> Workload:
+    """Draw a workload, the same one with KV that is kept packed."""
     rng = random.Random(seed)
     block_size = rng.choice((8, 16, 32))
     model = rng.choice(("llama", "llama", "two groups", "states", "states"))
@@ -128,7 +136,7 @@ def draw(seed: int) -> Workload:
             prompt = rng.choice(heads)[: rng.randint(0, 5 * block_size)]
         prompts[f"r{index}"] = [*prompt, *_tokens(rng, rng.randint(1, 2 * block_size))]
     longest, budget = max(map(len, prompts.values())) + 40, rng.choice((16, 48, 128))
-    config = decoder(model).config
+    config = decoder(model, is_packed).config
     cache = KVCache(group_layers(config.layer_names, config.layer_kinds), 3, block_size, max_slice=budget)
     engine = EngineConfig(
         num_blocks=cache.most_blocks(0, longest) + 2 + rng.randint(0, 3),
@@ -136,6 +144,7 @@ def draw(seed: int) -> Workload:
         max_num_seqs=rng.randint(2, 6),
         max_num_batched_tokens=budget,
         state_interval=rng.choice((None, 0, 2 * block_size)),
+        dtype="bfloat16" if is_packed else "float32",
         compute_dtype="float64",
         kv_layout=rng.choice(("blocks_first", "kv_first")),
     )
@@ -143,6 +152,7 @@ def draw(seed: int) -> Workload:
         "blocks_per_chunk": rng.choice((1, 2, 4)),
         "prompt_only": rng.random() < 0.2,
         "load_if_faster": False,
+        "packing": "on" if is_packed else "auto",
     }
     params = {
         name: SamplingParams(max_tokens=rng.choice((1, 4, 12, 30, 40)), ignore_eos=True) for name in prompts
@@ -156,6 +166,7 @@ def draw(seed: int) -> Workload:
         prompts,
         params,
         _actions(rng, list(prompts)),
+        is_packed,
     )
 
 
@@ -190,7 +201,7 @@ def run(
     """
     outcome = Outcome()
     kvtier = workload.kvtier() if with_kvtier else None
-    with Engine(decoder(workload.model), workload.engine, kvtier, spec_factory=spec_factory) as engine:
+    with Engine(decoder(workload.model, workload.is_packed), workload.engine, kvtier, spec_factory=spec_factory) as engine:
         last = max(workload.actions)
         while outcome.steps <= last or engine.has_unfinished():
             assert outcome.steps < max_steps, f"seed {workload.seed}: a request is stuck"

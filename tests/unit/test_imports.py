@@ -17,7 +17,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys", "namespace", "config_fields", "residency", "tier_config"}
+BASE = {"config", "errors", "keys", "namespace", "config_fields", "packing", "residency", "tier_config"}
 BELOW_TRANSFER = BASE | {"hints", "machine", "policies", "pool", "slot_table"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
@@ -27,13 +27,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config_fields": {"errors"},
     "tier_config": {"errors", "config_fields"},
-    "config": {"errors", "namespace", "config_fields", "tier_config"},
+    "config": {"errors", "namespace", "config_fields", "packing", "tier_config"},
     "digests": {"errors", "file_hasher", "machine"},
     "file_hasher": set(),
     "machine": {"config_fields", "errors"},
     "namespace": {"digests", "errors"},
     "native": {"errors"},
     "keys": {"errors", "native"},
+    "packing": {"native"},
     "residency": {"keys"},
     "policies": BASE | {"native"},
     "hints": {"config_fields", "errors", "policies"},

@@ -64,6 +64,8 @@ class PlannedJob:
     """The indices in `failed` of chunks whose bytes are wrong."""
     seconds: float | None = None
     """The transfer's own time on the slowest rank; `None` if no rank has measured it."""
+    unpacked: int = 0
+    """Blocks that some rank could not pack."""
     failed_blocks: set[int] = field(default_factory=set)
     """Positions in the GPU end of blocks that did not arrive on some rank."""
 
@@ -90,6 +92,7 @@ class PlannedJob:
             return
         if report.result.transfer_time is not None:
             self.seconds = max(self.seconds or 0.0, report.result.transfer_time)
+        self.unpacked += report.result.unpacked
         if not report.result.success:
             self._fail(report.result.failed_blocks, report.result.corrupt)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvtier.config import format_size
+from kvtier.config import OffloadingConfig, format_size
 from kvtier.connector.audit import AuditJob, Audits
 from kvtier.connector.cost import CostModel
 from kvtier.connector.explain import Explainer, Explanation
@@ -36,6 +36,8 @@ class ConnectorStats:
     stores: int = _total("Stores to the pool that are over.")
     stores_failed: int = _total("Stores that did not deliver everything.")
     store_bytes: int = _total("Bytes stored, over all ranks.")
+    stored_chunks: int = _total("Chunks stored to the pool.")
+    unpacked_chunks: int = _total("Chunks that were not kept because they do not pack.")
     waits: int = _total("Times that a request was asked to wait for a chunk on its way.")
     not_worth: int = _total("Times that computing was expected to be faster than a load.")
     flushes: int = _total("Stores that had to end before a step overwrote what they read.")
@@ -61,10 +63,13 @@ class ConnectorStats:
         self.load_bytes += 0 if job.failed else job.num_bytes
 
     def count_store(self, job: StoreJob) -> None:
-        """Count a store that is over."""
+        """Count a store that is over. A chunk that does not pack is no fault of the store."""
+        unpacked = min(job.unpacked, len(job.failed))
         self.stores += 1
-        self.stores_failed += bool(job.failed)
+        self.stores_failed += len(job.failed) > unpacked
         self.store_bytes += 0 if job.failed else job.num_bytes
+        self.stored_chunks += len(job.keys) - len(job.failed)
+        self.unpacked_chunks += unpacked
 
     def count_audit(self, job: AuditJob, num_wrong: int) -> None:
         """Count an audit that has compared all its chunks."""
@@ -97,6 +102,7 @@ _AUDIT_GAUGES = {"audit_distance": "The largest distance so far between a kept c
 _POOL_GAUGES = {
     "used_bytes": "Host memory that chunks take, those being written and read included.",
     "capacity_bytes": "Host memory for chunks.",
+    "packing_ratio": "How many times the tokens the same memory keeps because rows are packed, or 1.",
 }
 _TENANT_GAUGES = {"tenant_used_bytes": "Host memory that the chunks of each tenant take, with shares."}
 _MOST_TENANTS = 64
@@ -170,7 +176,7 @@ def make_registry(
     explainer: Explainer,
     manager: OffloadingManager,
     audits: Audits,
-    row_bytes: int,
+    config: OffloadingConfig,
     stale_blocks: set[int],
 ) -> Registry:
     """Return the metrics of a connector, named `kvtier_...`. Reading the pool's metrics counts its slots."""
@@ -188,7 +194,7 @@ def make_registry(
     registry.add(_named(_COUNTERS, _ENGINE_GAUGES, _TRANSFER_TIMES), read_connector)
     registry.add(_named(_MISSES), read_misses)
     if isinstance(manager, CPUOffloadingManager | TieredOffloadingManager):
-        _add_pool(registry, manager, row_bytes)
+        _add_pool(registry, manager, config)
     if isinstance(manager, TieredOffloadingManager):
         _add_tiers(registry, manager)
     return registry
@@ -199,8 +205,9 @@ def _named(*groups: Iterable[str], prefix: str = "") -> list[Metric]:
 
 
 def _add_pool(
-    registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, row_bytes: int
+    registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, config: OffloadingConfig
 ) -> None:
+    row_bytes = config.row_bytes
     shown: dict[str, None] = {}  # the tenants with a label, for good: a gauge must be able to fall to 0
 
     def read() -> dict[str, list[Sample]]:
@@ -219,6 +226,7 @@ def _add_pool(
             "refusals": [({}, pool.refused)],
             "used_bytes": [({}, (pool.slots - pool.free) * row_bytes)],
             "capacity_bytes": [({}, pool.slots * row_bytes)],
+            "packing_ratio": [({}, config.packing_ratio)],
         }
 
     registry.add(_named(_POOL_COUNTERS, _POOL_GAUGES, _TENANT_GAUGES), read)

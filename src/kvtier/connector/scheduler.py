@@ -120,6 +120,7 @@ class OffloadingConnectorScheduler:
             clock,
         )
         self._load_failures = LoadFailures()
+        self._has_warned_of_unpacked = False
         self._audits = Audits(spec.config, self._geometry, self.manager)
         self._explainer = Explainer(self.manager, self._geometry)
         self.metrics = make_registry(
@@ -128,7 +129,7 @@ class OffloadingConnectorScheduler:
             self._explainer,
             self.manager,
             self._audits,
-            spec.config.row_bytes,
+            spec.config,
             self._blocks.stale,
         )
         self._timer = StepTimer()
@@ -492,10 +493,24 @@ class OffloadingConnectorScheduler:
         if not isinstance(job, AuditJob):
             self.stats.count_store(job)
             self.times.add(job)
+            if job.unpacked:
+                self._warn_of_unpacked()
         state = job.request
         had_blocks = self._jobs.end(job)
         if had_blocks and state.finished and not state.store_jobs and not self._is_used_again(job.req_id):
             self._ended.finished_sending.add(job.req_id)
+
+    def _warn_of_unpacked(self) -> None:
+        """Log once if more than one chunk in a thousand does not pack."""
+        unpacked = self.stats.unpacked_chunks
+        offered = unpacked + self.stats.stored_chunks
+        if not self._has_warned_of_unpacked and 1000 <= offered < 1000 * unpacked:
+            self._has_warned_of_unpacked = True
+            logger.warning(
+                "packing: %d of %d chunks have values that do not pack, and were not kept;"
+                ' with "packing": "off" they would be',
+                unpacked, offered,
+            )  # fmt: skip
 
     def _is_used_again(self, req_id: ReqId) -> bool:
         """Return whether another request uses the id of a finished request."""

@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, format_size
+from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, format_size, groups_to_pack
 from kvtier.engine.cache import CacheGroup, KVCache
 from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.model import STATE_DTYPE, Decoder, ForwardBatch, SequenceSlice, state_shape
@@ -151,9 +151,16 @@ def describe_cache(
         engine={field: value for field, value in asdict(config).items() if field not in _HARMLESS},
         device=config.device.partition(":")[0],
     )
+    # A page holds K and V, which are pages of their own where the layout keeps them apart.
+    pages = [
+        [_page_bytes(model, config, group.is_state) // 2] * 2 * len(group.layer_names) for group in groups
+    ]
     return OffloadingConfig(
         settings=settings,
         groups=described,
+        packed_groups=groups_to_pack(
+            settings, described, pages, config.dtype, on_host=config.device == "cpu"
+        ),
         hash_block_size=config.block_size,
         engine_id=uuid4().hex,
         namespace=_namespace(name, weights_id),

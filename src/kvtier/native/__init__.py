@@ -6,6 +6,7 @@ is the specification; a test compares the two.
     loop    in C       in Python                                              compared in tests/unit by
     chain   _chain.c   kvtier.keys: _chain_python                             test_keys.py
     slots   _slots.c   kvtier.policies.slots: PythonBook and its neighbours   test_slots.py
+    packing _packing.c kvtier.packing: pack_python and unpack_python          test_packing.py
     pages   _pages.c   kvtier.transfer.host: store_pages_python and its twin  test_pages.py
     cuda    _cuda.c    kvtier.transfer.cuda.commands: PythonSubmitter         test_cuda_commands.py
 
@@ -23,7 +24,7 @@ from kvtier.errors import ConfigError
 
 __all__ = ["LOOPS", "VARIABLE", "form_of", "is_asked_for", "is_compiled", "uses_c"]
 
-LOOPS = ("chain", "cuda", "pages", "slots")
+LOOPS = ("chain", "cuda", "packing", "pages", "slots")
 VARIABLE = "KVTIER_NATIVE"
 """The environment variable: `c`, which is the default, or `python`."""
 

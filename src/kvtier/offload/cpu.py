@@ -84,6 +84,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         self._clock, self._make_tier = clock, make_tier
         self._manager: CPUOffloadingManager | TieredOffloadingManager | None = None
         self._pool: Pool | None = None
+        self._kv_caches: CanonicalKVCaches | None = None
         self._pool_key: _PoolKey = 0, "", "", 0, config.settings
 
     @property
@@ -169,7 +170,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Yield the handler of stores and the handler of loads, for the device that the caches are on."""
         if self.config.num_slots == 0:
             return
-        settings = self.config.settings
+        settings, self._kv_caches = self.config.settings, kv_caches
         store, load = self._make_handlers(kv_caches)
         yield GPULoadStoreSpec, CPULoadStoreSpec, store(settings.store_deadline, clock=self._clock)
         yield CPULoadStoreSpec, GPULoadStoreSpec, load(settings.load_deadline, clock=self._clock)
@@ -190,10 +191,10 @@ class CPUOffloadingSpec(OffloadingSpec):
         return partial(HostStoreHandler, spans), partial(HostLoadHandler, spans)
 
     def get_comparer(self) -> RowComparer | None:
-        """Return the comparer of this rank's images."""
+        """Return the comparer of this rank's images. It comes after the handlers."""
         if self.config.num_slots == 0 or not self.config.audits:
             return None
-        return RowComparer(self.open_pool(), self.config.by_image())
+        return RowComparer(self.open_pool(), self.config.by_image(), self._kv_caches)
 
     def shutdown(self) -> None:
         """Give up the mapping of the pool. Idempotent."""

@@ -178,7 +178,7 @@ class ReferenceTransfer:
 
     def _place(self, group: int, index: int) -> int:
         image = self._config.rank * self._config.max_image_bytes
-        return image + index * self._config.groups[group].bytes_per_block
+        return image + index * self._config.kept_bytes(group)
 
     def pairs(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Iterator[tuple[int, int, int, int]]:
         """Yield `(group, block, slot, index of the block in the slot)` for every block that has bytes."""

@@ -170,7 +170,7 @@ class _FaultyHandler(OffloadingHandler):
                     page = self._kv_caches.tensors[ref.tensor_idx].tensor[int(block.blocks[0])]
                     page[: ref.page_size_bytes] = POISON
             else:
-                size = self._config.groups[group].bytes_per_block
+                size = self._config.kept_bytes(group)
                 start = self._config.rank * self._config.max_image_bytes + int(block.indices[0]) * size
                 self._handler.pool.rows[int(block.slots[0]), start : start + size] = POISON
 

@@ -116,6 +116,7 @@ class TransferResult(NamedTuple):
     `failed_blocks` are positions into the GPU end's `block_ids` whose bytes did not arrive; `None` on a
     failed job means all of them. `corrupt`: the bytes themselves are wrong, so the chunk must not be loaded
     again. `distance`: of an audit, how far the computed chunk that differs most is from its kept row.
+    `unpacked`: of a store, how many of the failed blocks did not pack.
     """
 
     job_id: int
@@ -126,6 +127,7 @@ class TransferResult(NamedTuple):
     failed_blocks: tuple[int, ...] | None = None
     corrupt: bool = False
     distance: float | None = None
+    unpacked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +140,14 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """One layer's pages: the index of their canonical tensor, and the leading bytes of each page in use."""
+    """One layer's pages: the index of their canonical tensor, and the leading bytes of each page in use.
+
+    `token_values` is the number of values from one token to the next in a page; 0 if that is not known.
+    """
 
     tensor_idx: int
     page_size_bytes: int
+    token_values: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config import OffloadingConfig
+from kvtier.errors import InputError
+from kvtier.packing import BlockFormat, PackedPages, PageShape
 from kvtier.pool import Pool
 from kvtier.transfer.base import (
     AuditLoadStoreSpec,
+    CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingHandler,
@@ -137,10 +140,15 @@ _E4M3 = _e4m3_values()
 
 
 class RowComparer:
-    """Compares one rank's images in two slots of the pool."""
+    """Compares one rank's images in two slots of the pool.
 
-    def __init__(self, pool: Pool, config: OffloadingConfig) -> None:
-        self._rows = pool.rows
+    `kv_caches` tell how the pages of packed groups lie in their blocks.
+    """
+
+    def __init__(
+        self, pool: Pool, config: OffloadingConfig, kv_caches: CanonicalKVCaches | None = None
+    ) -> None:
+        self._rows, self._kv_caches = pool.rows, kv_caches
         self._format, self._config = config.number_format, config
         self._first = config.rank * config.max_image_bytes
 
@@ -151,8 +159,28 @@ class RowComparer:
         return distance(one, other, self._format, num_layers)
 
     def _image(self, group: int, slot: int) -> Bytes:
+        blocks = self._config.settings.blocks_per_chunk
+        form = self._config.packed_format(group)
+        if form is not None:
+            return self._unpack(group, slot, form, blocks)
         image = self._rows[slot, self._first : self._first + self._config.image_bytes(group)]
-        return image.reshape(self._config.settings.blocks_per_chunk, -1)
+        return image.reshape(blocks, -1)
+
+    def _unpack(self, group: int, slot: int, form: BlockFormat, blocks: int) -> Bytes:
+        """Return an image unpacked; with blocks that do not unpack as NaN, which equal no others."""
+        if self._kv_caches is None:
+            raise InputError(f"group {group}: expected its pages, to unpack its blocks, got none")
+        shapes = [
+            PageShape(ref.page_size_bytes, ref.token_values)
+            for ref in self._kv_caches.group_data_refs[group]
+        ]
+        pages = [np.empty((blocks, shape.bytes), np.int8) for shape in shapes]
+        every = np.arange(blocks)
+        packed = PackedPages(self._rows, self._first, form, pages, shapes)
+        arrived = packed.load(np.full(blocks, slot), every, every)
+        image = np.concatenate(pages, axis=1).view(np.uint8)
+        image[~arrived] = 0xFF
+        return image
 
 
 class _Copied(NamedTuple):

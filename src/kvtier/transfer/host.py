@@ -7,6 +7,8 @@ allocates its cache in one piece) they form one *span*, and are copied together:
     span.engine   (num_blocks, refs, page bytes)
     span.pool     (slots, blocks of a slot, refs, page bytes)
 
+The pages of a group that is kept packed are no spans: `kvtier.packing` packs and unpacks its blocks whole.
+
 Spans are views, immutable once made. `store_pages` and `load_pages` are the innermost loop. They take numpy
 arrays, strided in all but the last dimension, and parallel int64 arrays of slots, indices in the slots, and
 blocks. The compiled forms run without the GIL from the first byte to the last, so they and other Python
@@ -34,6 +36,7 @@ import torch
 from kvtier.config import OffloadingConfig
 from kvtier.errors import LayoutError
 from kvtier.native import form_of, uses_c
+from kvtier.packing import BlockFormat, PackedPages, PageShape
 from kvtier.pool import Pool
 from kvtier.transfer.base import CanonicalKVCaches
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
@@ -129,23 +132,38 @@ class Spans:
     """The two memories, as a handler needs them.
 
     `batches[group]` are the spans of a group in batches. A batch has at most `BATCH_BYTES` of a block, or a
-    single larger page.
+    single larger page. `packed[group]` are the pages of a group that is kept packed, else `None`.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: Pool, config: OffloadingConfig) -> None:
         self.pool = pool
         groups = range(len(config.groups))
-        self.block_bytes = [group.bytes_per_block for group in config.groups]
+        expected = [group.bytes_per_block for group in config.groups]
         found = [kv_caches.block_bytes(group) for group in range(len(kv_caches.group_data_refs))]
-        if found != self.block_bytes:
-            raise LayoutError(f"expected groups with blocks of {self.block_bytes} bytes, got {found}")
+        if found != expected:
+            raise LayoutError(f"expected groups with blocks of {expected} bytes, got {found}")
+        self.block_bytes = [config.kept_bytes(group) for group in groups]
+        """The bytes of a block in the pool."""
         first = kv_caches.tensors[0].tensor
         self.memory = DeviceMemory(first.device) if first.is_cuda else HostMemory()
         self.bounds = JobBounds(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
         self._image_offset = config.rank * config.max_image_bytes
+        self.packed = [self._packed_pages(kv_caches, group, config.packed_format(group)) for group in groups]
         self.batches = [list(_batches(self._spans(kv_caches, group))) for group in groups]
 
+    def _packed_pages(
+        self, kv_caches: CanonicalKVCaches, group: int, form: BlockFormat | None
+    ) -> PackedPages | None:
+        if form is None:
+            return None
+        refs = kv_caches.group_data_refs[group]
+        pages = [kv_caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes].numpy() for ref in refs]
+        shapes = [PageShape(ref.page_size_bytes, ref.token_values) for ref in refs]
+        return PackedPages(self.pool.rows, self._image_offset, form, pages, shapes)
+
     def _spans(self, kv_caches: CanonicalKVCaches, group: int) -> Iterator[Span]:
+        if self.packed[group] is not None:
+            return
         offset = 0
         for stack in _stack_refs(kv_caches, group):
             yield Span(self.memory.array(stack), self.memory.array(self._pool_view(group, offset, stack)))
@@ -239,6 +257,10 @@ class HostHandler(JobHandler[HostJob]):
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         """Copy blocks between the engine and the pool."""
 
+    @abstractmethod
+    def _convert(self, pages: PackedPages, blocks: Plan) -> npt.NDArray[np.bool_]:
+        """Pack or unpack blocks, and return which of them have arrived."""
+
     def _make_job(self, job_id: int, ends: Ends, deadline: float) -> HostJob:
         plan = pair_blocks(*ends, self._bounds)
         return HostJob(job_id=job_id, plan=plan, deadline=deadline, fence=self.spans.memory.fence())
@@ -264,14 +286,26 @@ class HostHandler(JobHandler[HostJob]):
             if self.probe is not None:
                 self.probe(job)
             job.blocks_begun += len(piece)
-            for batch in self.spans.batches[group]:
-                with job.lock:
-                    if job.ending:
-                        return
-                    self._copy(batch, piece)
+            if not self._move(job, group, piece):
+                return
             job.bytes_done += len(piece) * self.spans.block_bytes[group]
             job.blocks_done += len(piece)
         self._end(job, success=True)
+
+    def _move(self, job: HostJob, group: int, piece: Plan) -> bool:
+        """Move a piece of a job, unless the job is ending; return whether it was moved."""
+        if (packed := self.spans.packed[group]) is not None:
+            with job.lock:
+                if not job.ending:
+                    arrived = self._convert(packed, piece)
+                    job.lost += tuple(piece.positions[~arrived].tolist())
+                return not job.ending
+        for batch in self.spans.batches[group]:
+            with job.lock:
+                if job.ending:
+                    return False
+                self._copy(batch, piece)
+        return True
 
     def _end(self, job: HostJob, *, success: bool = False) -> bool:
         self._mark_ending(job)
@@ -291,9 +325,15 @@ class HostStoreHandler(Stores, HostHandler):
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         self.spans.memory.store(spans, blocks)
 
+    def _convert(self, pages: PackedPages, blocks: Plan) -> npt.NDArray[np.bool_]:
+        return pages.store(blocks.slots, blocks.indices, blocks.blocks)
+
 
 class HostLoadHandler(Loads, HostHandler):
     """Copies blocks out of the pool."""
 
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         self.spans.memory.load(spans, blocks)
+
+    def _convert(self, pages: PackedPages, blocks: Plan) -> npt.NDArray[np.bool_]:
+        return pages.load(blocks.slots, blocks.indices, blocks.blocks)

@@ -64,6 +64,8 @@ class Job:
     blocks_begun: int = field(default=0, init=False)
     blocks_done: int = field(default=0, init=False)
     bytes_done: int = field(default=0, init=False)
+    lost: tuple[int, ...] = field(default=(), init=False)
+    """Positions of blocks that were done and have no bytes: they do not pack, or are no packed blocks."""
 
 
 J = TypeVar("J", bound=Job)
@@ -279,12 +281,24 @@ class JobHandler(OffloadingHandler, Generic[J]):
         del self._jobs[job.job_id]
         if self._queue and job in self._queue:
             self._queue.remove(job)
-        failed = None if success else tuple(job.plan.positions[job.blocks_done :].tolist())
-        self._results.append(
-            TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed)
+        failed, is_whole = job.lost, success
+        if not success:
+            failed += tuple(job.plan.positions[job.blocks_done :].tolist())
+        success &= not job.lost
+        result = TransferResult(
+            job.job_id, success, job.bytes_done, seconds, self.transfer_type, None if success else failed
         )
+        self._results.append(self._blame(result, len(job.lost), is_whole) if job.lost else result)
         if self._thread is not None:  # else no thread waits for it
             self._changed.notify_all()
+
+    @staticmethod
+    @abstractmethod
+    def _blame(result: TransferResult, num_lost: int, is_whole: bool) -> TransferResult:
+        """Return the result of a job with lost blocks, which says why they are lost.
+
+        `is_whole` says that no other block has failed.
+        """
 
     def _end_late_jobs(self) -> None:
         if not self._jobs:
@@ -342,6 +356,10 @@ class Stores:
                 return gpu, cpu
         return None
 
+    @staticmethod
+    def _blame(result: TransferResult, num_lost: int, is_whole: bool) -> TransferResult:
+        return result._replace(unpacked=num_lost)
+
 
 class Loads:
     """Jobs from the pool to the engine."""
@@ -354,3 +372,8 @@ class Loads:
             case (CPULoadStoreSpec() as cpu, GPULoadStoreSpec() as gpu):
                 return gpu, cpu
         return None
+
+    @staticmethod
+    def _blame(result: TransferResult, num_lost: int, is_whole: bool) -> TransferResult:
+        # Of a load that ended early too, the next load tells which blocks have wrong bytes.
+        return result._replace(corrupt=is_whole)

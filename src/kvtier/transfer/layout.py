@@ -52,6 +52,7 @@ class _Pages:
     offset: int
     stride: int
     page: int
+    token_values: int
 
     @property
     def address(self) -> _Address:
@@ -82,7 +83,10 @@ def canonicalize(
     by_group = [_pages_of_group(i, group, layers) for i, group in enumerate(groups)]
     unique = _widest(pages for group in by_group for pages in group)
     index = {pages.address: i for i, pages in enumerate(unique)}
-    refs = [[CanonicalKVCacheRef(index[pages.address], pages.page) for pages in group] for group in by_group]
+    refs = [
+        [CanonicalKVCacheRef(index[pages.address], pages.page, pages.token_values) for pages in group]
+        for group in by_group
+    ]
     return CanonicalKVCaches([_tensor(pages, unique, num_blocks) for pages in unique], refs)
 
 
@@ -145,7 +149,17 @@ def _dense_pages(name: str, tensor: torch.Tensor, blocks: torch.Tensor) -> _Page
         raise LayoutError(
             f"{_describe(name, tensor)}: {problem}; make the block dimension the outermost in memory"
         )
-    return _Pages(blocks.untyped_storage(), blocks.device, int(blocks.storage_offset()) * size, stride, page)
+    offset = int(blocks.storage_offset()) * size
+    return _Pages(blocks.untyped_storage(), blocks.device, offset, stride, page, _token_values(blocks))
+
+
+def _token_values(blocks: torch.Tensor) -> int:
+    """Return the number of values from one token to the next; 0 if the shape does not tell.
+
+    A page ends with its tokens, heads and channels (attention), or tokens and channels (latents).
+    """
+    dimensions = blocks.dim() - 1
+    return int(blocks.stride(-min(dimensions, 3))) if dimensions > 1 else 0
 
 
 def _is_dense(blocks: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier import __version__
-from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
+from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size, groups_to_pack
 from kvtier.connector import ConnectorRole
 from kvtier.errors import ConfigError, InputError, KVTierError
 from kvtier.integrations.vllm.engine_settings import all_settings, installed_libraries
@@ -132,6 +132,13 @@ def describe_engine(
         num_engines=parallel.data_parallel_size,  # for dense models vLLM has set it to 1 by now
         bytes_by_rank=bytes_by_rank,
         replicas=_num_replicas(vllm_config, kv_cache_config),
+        packed_groups=groups_to_pack(
+            settings,
+            groups,
+            _page_bytes(kv_cache_config),
+            number_format,
+            on_host=current_platform.is_cpu(),
+        ),
         number_format=number_format,
         audit_tolerance=_audit_tolerance(vllm_config, number_format),
         writes_before_fence=_writes_before_fence(vllm_config, kv_cache_config),
@@ -277,6 +284,19 @@ def _expect_boundaries(name: str, spec: KVCacheSpec) -> None:
         raise ConfigError("mamba_cache_mode", f"{problem}: {remedy}")
 
 
+def _page_bytes(kv_cache_config: KVCacheConfig) -> list[list[int]]:
+    """Return the bytes of each page of a block, by group. A page of attention has K and V, which may be
+    pages of their own; latents are one.
+    """
+    pages = []
+    for group_id in kept_group_ids(kv_cache_config):
+        specs = layer_specs(kv_cache_config.kv_cache_groups[group_id]).values()
+        parts = [1 if isinstance(spec, MLAAttentionSpec) else 2 for spec in specs]
+        sizes = [content_bytes(spec) // part for spec, part in zip(specs, parts, strict=True)]
+        pages.append([size for size, part in zip(sizes, parts, strict=True) for _ in range(part)])
+    return pages
+
+
 def content_bytes(spec: KVCacheSpec) -> int:
     """Return the bytes of a layer's page without padding."""
     return int(
@@ -389,6 +409,11 @@ def _describe_audits(config: OffloadingConfig) -> str:
     return "no audits with a draft head" if config.lookahead else "no audits in this format of the cache"
 
 
+def _describe_row(config: OffloadingConfig) -> str:
+    size = format_size(config.row_bytes)
+    return f"{size} packed, {format_size(config.raw_row_bytes)} as they are," if config.packs else size
+
+
 def summarize(config: OffloadingConfig) -> str:
     """Describe the configuration in one line."""
     settings = config.settings
@@ -399,7 +424,7 @@ def summarize(config: OffloadingConfig) -> str:
     return (
         f"kvtier {__version__}: {format_size(settings.cpu.capacity)} of host memory keep "
         f"{config.num_slots:,} chunks"
-        f" of {chunk} tokens ({format_size(config.row_bytes)} each); policy {settings.cpu.policy},"
+        f" of {chunk} tokens ({_describe_row(config)} each); policy {settings.cpu.policy},"
         f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s),"
         f" {_describe_audits(config)}, namespace {'being computed' if namespace is None else namespace[:12]}"
     )
