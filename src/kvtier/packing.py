@@ -70,16 +70,17 @@ def block_format(raw_bytes: int, block_size: int) -> BlockFormat | None:
     rows, num_values = unit_tokens(block_size), raw_bytes // 2
     if rows < _LEAST_UNIT_TOKENS or raw_bytes % (2 * rows * LEAST_CHANNELS):
         return None
-    max_exceptions = max(_LEAST_EXCEPTIONS, num_values // _VALUES_PER_EXCEPTION)
-    sizes = (
-        4 * (_HEAD_WORDS + num_values // (rows * LEAST_CHANNELS)),
-        4 * max_exceptions,
-        num_values // (4 * rows),
-        num_values // 2,
-        num_values,
-    )
-    ends = np.cumsum([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]).tolist()
-    return BlockFormat(rows, max_exceptions, *ends)
+    # With the two words at their head, the lists of a block of many pages end with a whole page of memory.
+    max_exceptions = max(_LEAST_EXCEPTIONS, num_values // _VALUES_PER_EXCEPTION - _HEAD_WORDS)
+    exceptions = 4 * (_HEAD_WORDS + num_values // (rows * LEAST_CHANNELS))
+    scales = _aligned(exceptions + 4 * max_exceptions)
+    codes = _aligned(scales + num_values // (4 * rows))
+    rest = _aligned(codes + num_values // 2)
+    return BlockFormat(rows, max_exceptions, exceptions, scales, codes, rest, _aligned(rest + num_values))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def unit_tokens(block_size: int) -> int:

@@ -7,9 +7,13 @@ control corrupts the pool and must see other tokens.
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 from tests.engine.workloads import Outcome, Workload, draw, expect_same_tokens, run
 
+from kvtier import packing
 from kvtier.engine import Engine
 
 SEEDS = range(240)
@@ -51,6 +55,43 @@ def test_the_workloads_exercised_what_they_claim(totals: Outcome) -> None:
         ("states", False),
     }
     assert totals.states_loaded > 500
+
+
+@pytest.mark.parametrize("first", range(1000, 1040, BATCH))
+def test_same_tokens_from_packed_rows(first: int) -> None:
+    """KV in bfloat16, kept in three quarters of its bytes."""
+    loaded = preempted = 0
+    for seed in range(first, first + BATCH):
+        workload = draw(seed, is_packed=True)
+        off, on = run(workload, with_kvtier=False), run(workload, with_kvtier=True)
+        expect_same_tokens(workload, off, on)
+        assert on.stats.unpacked_chunks == 0
+        loaded += on.from_tiers
+        preempted += on.preemptions
+    assert loaded > 100
+    assert preempted > 0
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
+def test_same_tokens_whatever_does_not_pack(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks with too many exceptions are not kept, and all others of the request are."""
+    rng, pack, unpacked, loaded = random.Random(int(100 * share)), packing.pack, 0, 0
+
+    def pack_some(*arguments: Any) -> None:
+        pack(*arguments)
+        counts = arguments[-1]
+        counts[[rng.random() < share for _ in counts]] = 1 << 20
+
+    monkeypatch.setattr(packing, "pack", pack_some)
+    for seed in range(1000, 1008):
+        workload = draw(seed, is_packed=True)
+        off, on = run(workload, with_kvtier=False), run(workload, with_kvtier=True)
+        expect_same_tokens(workload, off, on)
+        unpacked += on.stats.unpacked_chunks
+        loaded += on.from_tiers
+        assert on.stats.stores_failed == 0
+    assert unpacked > 3
+    assert bool(loaded) is (share < 1)
 
 
 def test_corrupt_bytes_change_tokens() -> None:

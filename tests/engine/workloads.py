@@ -201,7 +201,9 @@ def run(
     """
     outcome = Outcome()
     kvtier = workload.kvtier() if with_kvtier else None
-    with Engine(decoder(workload.model, workload.is_packed), workload.engine, kvtier, spec_factory=spec_factory) as engine:
+    with Engine(
+        decoder(workload.model, workload.is_packed), workload.engine, kvtier, spec_factory=spec_factory
+    ) as engine:
         last = max(workload.actions)
         while outcome.steps <= last or engine.has_unfinished():
             assert outcome.steps < max_steps, f"seed {workload.seed}: a request is stuck"

@@ -31,11 +31,12 @@ def run_with_faults(workload: Workload, plan: FaultPlan) -> Outcome:
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_same_tokens_whatever_fails(rate: float) -> None:
+@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_same_tokens_whatever_fails(is_packed: bool, rate: float) -> None:
     injected: Counter[Fault] = Counter()
     failed_loads = loaded = 0
     for seed in SEEDS:
-        workload = draw(seed)
+        workload = draw(seed, is_packed=is_packed)
         plan = FaultPlan(seed, rate)
         off, on = run(workload, with_kvtier=False), run_with_faults(workload, plan)
         expect_same_tokens(workload, off, on)
