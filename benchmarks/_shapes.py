@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvtier.config import ROW_ALIGNMENT
+from kvtier.packing import block_format
+
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -53,6 +56,13 @@ HYBRID_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """24 gated delta nets and 8 layers of attention, like Qwen3-Next and Qwen3.5, almost without experts."""
+
+
+def packed_row_bytes(size: int) -> int:
+    """Return the bytes of a row whose KV of 16 tokens has `size` bytes as it is."""
+    form = block_format(size, 16)
+    assert form is not None
+    return -(-form.bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def attention_layers(shape: Mapping[str, Any]) -> int:

@@ -2,19 +2,20 @@
 
     python benchmarks/disk.py [--folder DIR] [--fio PROGRAM] [--mib 256] [--rounds 7] [--json FILE]
 
-`rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring,
-16 in flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and ours
-(16 jobs, and one). All of them bypass the page cache, so a store has reached the disk when it ends, except
-for the file system's own notes: these are synced after every turn, outside of its time, so that no
-contender pays for another. Ours is full, so every store evicts; `fs` never removes a file, so the benchmark
-removes the old ones between turns, and `both full` counts that time. Ratios are of one round; their median
-counts. CPU seconds are those of the process; the figure behind them is that of the whole machine with that
-sync, which is meaningful only on a quiet machine. Beside the CPU of seals stands that of only reading the
-same memory. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python
-every millisecond, alone and beside full I/O, as an engine's scheduler experiences it. `scheduler` is the
-cost of storing a chunk for the scheduler's thread, without a tier below the pool and with one that moves no
-bytes. Needs an environment with vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part
-(Debian: `apt install fio`); contenders that are missing are left out.
+`rows` moves rows of 256 KiB, 1 MiB and 2 MiB through contenders in turns, in one run: fio (io_uring, 16 in
+flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked), ours (16 jobs,
+and one), and ours with the same KV packed, whose speed is that of the KV: as many tokens in fewer bytes. All
+of them bypass the page cache, so a store has reached the disk when it ends, except for the file system's own
+notes: these are synced after every turn, outside of its time, so that no contender pays for another. Ours is
+full, so every store evicts; `fs` never removes a file, so the benchmark removes the old ones between turns,
+and `both full` counts that time. Ratios are of one round; their median counts. CPU seconds are those of the
+process; the figure behind them is that of the whole machine with that sync, which is meaningful only on a
+quiet machine. Beside the CPU of seals stands that of only reading the same memory. `open` opens files of
+10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every millisecond, alone and beside
+full I/O, as an engine's scheduler experiences it. `scheduler` is the cost of storing a chunk for the
+scheduler's thread, without a tier below the pool and with one that moves no bytes. Needs an environment with
+vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part (Debian: `apt install fio`); contenders
+that are missing are left out.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from _shapes import packed_row_bytes
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
@@ -47,7 +49,8 @@ from kvtier.policies import make_policy
 from kvtier.slot_table import SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier
-from kvtier.tiers.disk.format import HEADER_BYTES, pack_record
+from kvtier.tiers.disk.folder import learnt_bytes
+from kvtier.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, description_stride, pack_record
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_tier import SlotTier
 
@@ -61,8 +64,11 @@ BARS = {
     "load / fs, one request": (2.0, 1.5, 1.2),
     "load / fs, many": (0.9, 0.9, 0.9),
     "CPU of stores / fs": (0.5, 0.5, 0.5),
+    "packed store / fs": (1.15, 1.15, 1.15),
+    "packed load / fs, one request": (1.25, 1.25, 1.25),
+    "packed load / fs, many": (1.0, 1.0, 1.0),
 }
-"""By row size; the last one is an upper bound, the others are lower bounds."""
+"""By row size. CPU has an upper bound, the others have lower bounds."""
 
 
 class Cell(NamedTuple):
@@ -100,14 +106,19 @@ def machine_seconds() -> float:
     return (user + nice + system + hard + soft) / os.sysconf("SC_CLK_TCK")
 
 
+def room_for(count: int, size: int) -> int:
+    """Return the capacity of a disk that holds just so many rows, with records and descriptions."""
+    capacity = count * (size + RECORD_BYTES + description_stride(512)) + HEADER_BYTES + 3 * mmap.PAGESIZE
+    return capacity + learnt_bytes(capacity)
+
+
 class Ours:
     """The disk tier, as a manager drives it."""
 
     def __init__(self, folder: Path, rows: np.ndarray[Any, np.dtype[np.uint8]], threads: int = 8) -> None:
         count, size = rows.shape
         self.rows = rows
-        capacity = count * (size + 128 + 576) + 20480
-        config = DiskConfig(path=str(folder), capacity=capacity, write_limit=0)
+        config = DiskConfig(path=str(folder), capacity=room_for(count, size), write_limit=0)
         self.tier = DiskTier(
             config,
             row_bytes=size,
@@ -264,6 +275,7 @@ def bench_rows(
     rows = make_rows(nbytes // size, size)
     nbytes = rows.nbytes
     ours, fs, fio = Ours(folder / "ours", rows, threads), None, None
+    packed = Ours(folder / "packed", make_rows(len(rows), packed_row_bytes(size)), threads)
     (folder / "fs").mkdir()
     with suppress(ImportError):
         fs = Theirs(folder / "fs", rows)
@@ -282,7 +294,7 @@ def bench_rows(
             for jobs, many in ((JOBS, "many"), (1, "one")):
                 if fio is not None and jobs == JOBS:
                     note(f"fio {way}", fio.run("randwrite" if way == "store" else "randread"))
-                for name, contender in (("ours", ours), ("fs", fs)):
+                for name, contender in (("ours", ours), ("packed", packed), ("fs", fs)):
                     if contender is None:
                         continue
                     making_room = contender.new_keys() if way == "store" else 0.0
@@ -296,9 +308,11 @@ def bench_rows(
     sealing = [timed(nbytes, lambda: [xxhash.xxh3_128_digest(row.data, 1) for row in rows]) for _ in passes]
     reading = [timed(nbytes, lambda: [row.view(np.uint64).max() for row in rows]) for _ in passes]
     ours.close()
+    packed.close()
     if fs is not None:
         fs.close()
     shutil.rmtree(folder / "ours")
+    shutil.rmtree(folder / "packed")
     shutil.rmtree(folder / "fs")
     return summarize(size, cells) | {
         "seal_cpu_per_gb": median(cell.cpu for cell in sealing),
@@ -342,6 +356,9 @@ def summarize(size: int, cells: dict[str, list[Cell]]) -> dict[str, Any]:
     ratio("store / fs, one request", "ours store one", "fs store one", by=speed)
     ratio("load / fs, one request", "ours load one", "fs load one", by=speed)
     ratio("load / fs, many", "ours load many", "fs load many", by=speed)
+    ratio("packed store / fs", "packed store many", "fs store many", by=speed)
+    ratio("packed load / fs, one request", "packed load one", "fs load one", by=speed)
+    ratio("packed load / fs, many", "packed load many", "fs load many", by=speed)
     ratio("CPU of stores / fs", "ours store many", "fs store many", by=cpu)
     return result
 
@@ -350,7 +367,7 @@ def bench_open(folder: Path, slots: int) -> dict[str, Any]:
     """Open a place whose records are all used, in its own process."""
     size = 4096
     path = folder / "open"
-    capacity = slots * (size + 128 + 576) + 20480
+    capacity = room_for(slots, size)
     (path / "rank-0").mkdir(parents=True)
     files, _, scope = DiskFiles.open(path / "rank-0", NAMESPACE, size, capacity, 512)
     assert files.header.slots == slots
@@ -375,7 +392,7 @@ def open_here(path: Path, slots: int) -> dict[str, Any]:
     """Time the opening of a tier and lookups in it, and measure its memory."""
     keys = [OffloadKey(xxhash.xxh3_128_digest(b"%d" % slot) * 2 + bytes(4)) for slot in range(0, slots, 100)]
     before = resident_bytes()
-    config = DiskConfig(path=str(path), capacity=slots * (4096 + 128 + 576) + 20480, write_limit=0)
+    config = DiskConfig(path=str(path), capacity=room_for(slots, 4096), write_limit=0)
     start, cpu = time.perf_counter(), time.process_time()
     tier = DiskTier(config, row_bytes=4096, namespace=lambda: NAMESPACE)
     assert tier.wait_open(60), tier.problem

@@ -3,8 +3,9 @@
     python benchmarks/shared_tiers.py [--only valkey] [--mib 128] [--rounds 9] [--engines 1 2 4] [--json F]
 
 Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got in batches of 8 MiB, in turns,
-in one run: by our backend as a tier uses it (sealed, checked) and without seals, and by peers, whose values
-are copied into rows if they do not arrive there. Every contender has the tier's default number of threads
+in one run: by our backend as a tier uses it (sealed, checked), with the same KV packed (its speed is that of
+the KV: as many tokens in fewer bytes) and without seals, and by peers, whose values are copied into rows if
+they do not arrive there. Every contender has the tier's default number of threads
 (`--threads`): while one seals, another moves. Ratios are of one round; their median counts. `of which
 seals` is the part of our time that sealing the same rows takes by itself, with as many threads: peers check
 nothing. CPU seconds are those of this process, without the server's. `engines` are processes with an
@@ -41,6 +42,7 @@ from threading import local
 from typing import Any, NamedTuple
 
 import numpy as np
+from _shapes import packed_row_bytes
 
 from kvtier.config import ROW_ALIGNMENT
 from kvtier.keys import OffloadKey
@@ -434,21 +436,36 @@ SECTIONS = {
         serve_objects,
         open_object,
         {"obstore": Obstore, "obstore, body not signed": partial(Obstore, unsigned_payload=True)},
-        {"put / obstore": 0.95, "get / obstore": 0.9},
+        {
+            "put / obstore": 0.95,
+            "get / obstore": 0.9,
+            "packed put / obstore": 0.95,
+            "packed get / obstore": 0.95,
+        },
         threads=16,
     ),
     "near object": Section(
         partial(serve_objects, NEAR),
         open_object,
         {"obstore": Obstore},
-        {"put / obstore": 0.95, "get / obstore": 0.9},
+        {
+            "put / obstore": 0.95,
+            "get / obstore": 0.9,
+            "packed put / obstore": 0.95,
+            "packed get / obstore": 0.95,
+        },
         threads=16,
     ),
     "mooncake": Section(
         serve_mooncake,
         open_mooncake,
         {"batch calls": BareMooncake, "of as many bytes": BareMooncakeWithHeader},
-        {"put / batch calls": 0.95, "get / batch calls": 0.95},
+        {
+            "put / batch calls": 0.95,
+            "get / batch calls": 0.95,
+            "packed put / batch calls": 1.15,
+            "packed get / batch calls": 1.15,
+        },
         threads=3,
         room=ROW_ALIGNMENT,
     ),
@@ -496,10 +513,12 @@ def bench_rows(
     section: Section, url: str, size: int, nbytes: int, rounds: int, pool: Executor
 ) -> dict[str, Any]:
     """Measure ours and its peers in turns."""
-    memory = make_slots(2 * (nbytes // size), size + section.room)
-    rows, found = np.split(memory[:, :size], 2)
+    packed = packed_row_bytes(size)
+    memory = {row: make_slots(2 * (nbytes // size), row + section.room) for row in (size, packed)}
+    halves = {row: np.split(memory[row][:, :row], 2) for row in memory}
     movers: dict[str, Mover] = {
         "ours": Ours(section.opens(url, size, "ours"), sealed=True),
+        "packed": Ours(section.opens(url, packed, "packed"), sealed=True),
         "ours, bare": Ours(section.opens(url, size, "bare"), sealed=False),
     }
     for name, peer in section.peers.items():
@@ -507,21 +526,25 @@ def bench_rows(
             movers[name] = peer(url, size)
         except (ImportError, AssertionError):
             print(f"{name} is not installed and left out", file=sys.stderr)
-    for mover in movers.values():
-        mover.lend(memory)
+    row_bytes = dict.fromkeys(movers, size) | {"packed": packed}
+    for name, mover in movers.items():
+        mover.lend(memory[row_bytes[name]])
     move = partial(partial, in_batches, pool)
+    nbytes = halves[size][0].nbytes
     cells: dict[str, list[Cell]] = {f"{name} {way}": [] for way in ("put", "get") for name in movers}
     cells["seals"] = []
     for turn in range(-1, rounds):
         names = [*movers][turn % len(movers) :] + [*movers][: turn % len(movers)]  # each begins in turn
         for name in names:
+            rows = halves[row_bytes[name]][0]
             in_batches(pool, movers[name].forget_some, rows)
-            cells[f"{name} put"].append(timed(rows.nbytes, move(movers[name].put, rows)))
+            cells[f"{name} put"].append(timed(nbytes, move(movers[name].put, rows)))
         for name in names:
+            rows, found = halves[row_bytes[name]]
             found[:] = 0
-            cells[f"{name} get"].append(timed(rows.nbytes, move(movers[name].get, found)))
+            cells[f"{name} get"].append(timed(nbytes, move(movers[name].get, found)))
             assert np.array_equal(found, rows), name
-        cells["seals"].append(timed(rows.nbytes, move(seal_all, rows)))
+        cells["seals"].append(timed(nbytes, move(seal_all, halves[size][0])))
         if turn < 0:  # the first round does not count
             for part in cells.values():
                 part.clear()
@@ -529,7 +552,7 @@ def bench_rows(
     for _ in range(min(rounds, 3)):
         for name, mover in movers.items():
             start = time.perf_counter()
-            assert mover.find(range(1000)) == min(1000, len(rows))
+            assert mover.find(range(1000)) == min(1000, nbytes // size)
             finds[name].append((time.perf_counter() - start) * 1e3)
     for mover in movers.values():
         mover.close()
@@ -543,7 +566,8 @@ def summarize(size: int, cells: dict[str, list[Cell]], finds: dict[str, list[flo
         for name in finds:
             if name != "ours":
                 ratios[f"{way} / {name}"] = compare(cells[f"ours {way}"], cells[f"{name} {way}"])
-            if name not in ("ours", "ours, bare"):
+            if name not in ("ours", "packed", "ours, bare"):
+                ratios[f"packed {way} / {name}"] = compare(cells[f"packed {way}"], cells[f"{name} {way}"])
                 bare = cells[f"ours, bare {way}"]
                 ratios[f"{way} bare / {name}"] = compare(bare, cells[f"{name} {way}"])
         shares[way] = compare(cells[f"ours {way}"], cells["seals"])["median"]
