@@ -89,7 +89,7 @@ deploy: $(DEPLOY) ## Make the Grafana dashboard, and validate it and everything 
 	.venv-deploy/bin/python deploy/dashboard.py
 	.venv-deploy/bin/python -m pytest tests/unit/test_deploy.py $(ARGS)
 
-bench: $(ALL) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPUs). Writes JSON to build/bench.
+bench: $(ALL) $(VLLM) $(MODEL) ## Measure the README's claims (bench-gpu: those about GPUs). Writes JSON to build/bench.
 	@mkdir -p $(RESULTS)
 	$(PEER)/python benchmarks/keys.py --json $(RESULTS)/keys.json
 	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json
@@ -98,6 +98,7 @@ bench: $(ALL) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 	$(BIN)/python benchmarks/overhead.py --waiting 10000 --json $(RESULTS)/overhead_waiting.json
 	$(BIN)/python benchmarks/ttft.py --json $(RESULTS)/ttft.json
 	$(BIN)/python benchmarks/audit.py --json $(RESULTS)/audit.json
+	$(BIN)/python benchmarks/packing.py --json $(RESULTS)/packing.json
 	$(BIN)/python benchmarks/index.py --json $(RESULTS)/index.json
 	$(BIN)/python benchmarks/overhead.py --disk $(RESULTS) --json $(RESULTS)/overhead_disk.json
 	$(BIN)/python benchmarks/ttft.py --disk $(RESULTS) --json $(RESULTS)/ttft_disk.json
