@@ -73,6 +73,8 @@ CONNECTOR = [
     "stores",
     "stores_failed",
     "store_bytes",
+    "stored_chunks",
+    "unpacked_chunks",
     "waits",
     "not_worth",
     "flushes",
@@ -92,6 +94,7 @@ CONNECTOR = [
     "capacity_bytes",
     "tenant_used_bytes",
     "stale_blocks",
+    "packing_ratio",
     "audit_distance",
     "load_seconds",
     "store_seconds",
@@ -191,7 +194,7 @@ def test_names_of_the_connector_stay() -> None:
     assert [
         name for name, metric in METRICS.items() if not is_of_tiers(metric) and name != "unwritten"
     ] == CONNECTOR
-    assert CONNECTOR[:17] == [total.name for total in fields(ConnectorStats)]
+    assert CONNECTOR[:19] == [total.name for total in fields(ConnectorStats)]
     assert all(metric.text.endswith(".") for metric in METRICS.values())
 
 

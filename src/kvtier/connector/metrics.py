@@ -102,13 +102,13 @@ _AUDIT_GAUGES = {"audit_distance": "The largest distance so far between a kept c
 _POOL_GAUGES = {
     "used_bytes": "Host memory that chunks take, those being written and read included.",
     "capacity_bytes": "Host memory for chunks.",
-    "packing_ratio": "How many times the tokens the same memory keeps because rows are packed, or 1.",
 }
 _TENANT_GAUGES = {"tenant_used_bytes": "Host memory that the chunks of each tenant take, with shares."}
 _MOST_TENANTS = 64
 """The tenants with a label of their own; all others are one."""
 _ENGINE_GAUGES = {
     "stale_blocks": "Blocks of the engine with KV of before a reset, from which nothing is stored.",
+    "packing_ratio": "How many times the tokens the same memory keeps because rows are packed, or 1.",
 }
 _TRANSFER_TIMES = {
     "load_seconds": "Seconds that the slowest worker took to move the bytes of a load.",
@@ -186,6 +186,7 @@ def make_registry(
     def read_connector() -> dict[str, list[Sample]]:
         samples: dict[str, list[Sample]] = {name: [({}, getattr(stats, name))] for name in _COUNTERS}
         samples["stale_blocks"] = [({}, len(stale_blocks))]
+        samples["packing_ratio"] = [({}, config.packing_ratio)]
         return samples | {"load_seconds": [({}, times.loads)], "store_seconds": [({}, times.stores)]}
 
     def read_misses() -> dict[str, list[Sample]]:
@@ -194,7 +195,7 @@ def make_registry(
     registry.add(_named(_COUNTERS, _ENGINE_GAUGES, _TRANSFER_TIMES), read_connector)
     registry.add(_named(_MISSES), read_misses)
     if isinstance(manager, CPUOffloadingManager | TieredOffloadingManager):
-        _add_pool(registry, manager, config)
+        _add_pool(registry, manager, config.row_bytes)
     if isinstance(manager, TieredOffloadingManager):
         _add_tiers(registry, manager)
     return registry
@@ -205,9 +206,8 @@ def _named(*groups: Iterable[str], prefix: str = "") -> list[Metric]:
 
 
 def _add_pool(
-    registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, config: OffloadingConfig
+    registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, row_bytes: int
 ) -> None:
-    row_bytes = config.row_bytes
     shown: dict[str, None] = {}  # the tenants with a label, for good: a gauge must be able to fall to 0
 
     def read() -> dict[str, list[Sample]]:
@@ -226,7 +226,6 @@ def _add_pool(
             "refusals": [({}, pool.refused)],
             "used_bytes": [({}, (pool.slots - pool.free) * row_bytes)],
             "capacity_bytes": [({}, pool.slots * row_bytes)],
-            "packing_ratio": [({}, config.packing_ratio)],
         }
 
     registry.add(_named(_POOL_COUNTERS, _POOL_GAUGES, _TENANT_GAUGES), read)

@@ -1,9 +1,9 @@
 /* Packed blocks: `kvtier.packing.pack_python` and `unpack_python`, without the GIL. That module
  * explains the form, and docs/formats.md has its bytes; tests/unit/test_packing.py compares the two.
  *
- * A unit is `rows` rows of `width` channels. Loops run over channels, so that they become vector instructions;
- * where the linker can choose at the start, each is compiled for several generations of processors. The module
- * is optional.
+ * A unit is `rows` rows of `width` channels. Loops run over channels, so that they become vector
+ * instructions; where the linker can choose at the start, each is compiled for several generations of
+ * processors. The module is optional.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -101,8 +101,8 @@ static void unpack_row(uint16_t *values, const uint16_t *first, Py_ssize_t width
     }
 }
 
-static int64_t pack_unit(const uint16_t *values, Py_ssize_t rows, Py_ssize_t width, Unit to, uint32_t *exceptions,
-                         int64_t count, int64_t max_exceptions, uint32_t *word) {
+static int64_t pack_unit(const uint16_t *values, Py_ssize_t rows, Py_ssize_t width, Unit to,
+                         uint32_t *exceptions, int64_t count, int64_t max_exceptions, uint32_t *word) {
     uint16_t first[MOST_WIDTH], code[MOST_WIDTH];
     uint16_t base = find_highest(values, rows, width, first);
     write_scales(first, width, base, to.scales);
@@ -112,7 +112,8 @@ static int64_t pack_unit(const uint16_t *values, Py_ssize_t rows, Py_ssize_t wid
         if (!pack_row(values + at, first, width, code, to.codes + at / 2, to.rest + at)) continue;
         for (Py_ssize_t i = 0; i < width; i++) {
             if (code[i] != EXCEPTION) continue;
-            if (count < max_exceptions) exceptions[count] = (uint32_t)(at + i) | (uint32_t)values[at + i] << 16;
+            if (count < max_exceptions)
+                exceptions[count] = (uint32_t)(at + i) | (uint32_t)values[at + i] << 16;
             count++;
         }
     }
@@ -137,8 +138,8 @@ typedef struct {
 
 static Unit unit_at(char *packed, const Geometry *geometry, int64_t value) {
     uint8_t *start = (uint8_t *)packed;
-    return (Unit){start + geometry->scales + value / (4 * geometry->rows), start + geometry->codes + value / 2,
-                  start + geometry->rest + value};
+    return (Unit){start + geometry->scales + value / (4 * geometry->rows),
+                  start + geometry->codes + value / 2, start + geometry->rest + value};
 }
 
 static int64_t pack_block(const Blocks *all, char *packed, int64_t block) {
@@ -221,7 +222,8 @@ static int are_within(const Py_buffer *array, int64_t limit) {
 static int64_t count_units(const Blocks *all) {
     const Geometry *g = &all->geometry;
     int64_t units = 0, values = 0;
-    if (g->rows < 1 || g->offset < 0 || g->max_exceptions < 0 || g->max_exceptions >= 1 << START_BITS) return -1;
+    if (g->rows < 1 || g->offset < 0 || g->max_exceptions < 0 || g->max_exceptions >= 1 << START_BITS)
+        return -1;
     for (Py_ssize_t p = 0; p < all->num_pages; p++) {
         const Py_buffer *page = &all->pages[p];
         int64_t width = all->channels[p];
@@ -278,8 +280,8 @@ static PyObject *call(PyObject *args, int packs) {
     for (; held < NUM_BUFFERS; held++) {
         int is_written = held == COUNTS || (held == ROWS && packs);
         int flags = held == ROWS ? PyBUF_STRIDES : PyBUF_ND;
-        if (PyObject_GetBuffer(objects[held], &with[held], flags | (is_written ? PyBUF_WRITABLE : 0)) < 0)
-            goto release;
+        if (is_written) flags |= PyBUF_WRITABLE;
+        if (PyObject_GetBuffer(objects[held], &with[held], flags) < 0) goto release;
     }
     Py_ssize_t count = PyTuple_Size(tuple);
     if (!(pages = PyMem_Calloc(count ? count : 1, sizeof *pages))) {
@@ -288,7 +290,8 @@ static PyObject *call(PyObject *args, int packs) {
     }
     for (; num_pages < count; num_pages++) {
         int flags = packs ? PyBUF_STRIDED_RO : PyBUF_STRIDED;
-        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, num_pages), &pages[num_pages], flags) < 0) goto release;
+        PyObject *page = PyTuple_GetItem(tuple, num_pages);
+        if (PyObject_GetBuffer(page, &pages[num_pages], flags) < 0) goto release;
     }
     Blocks all = {.num_pages = num_pages, .pages = pages, .channels = with[CHANNELS].buf};
     int64_t units = -1;
@@ -298,9 +301,9 @@ static PyObject *call(PyObject *args, int packs) {
     }
     if (units < 0) {
         PyErr_SetString(PyExc_ValueError,
-                        "expected rows (slots, bytes), a tuple of pages (blocks, bytes) that are whole units of "
-                        "their channels, a geometry that holds them, and four int64 arrays of one length "
-                        "within their bounds");
+                        "expected rows (slots, bytes), a tuple of pages (blocks, bytes) that are whole "
+                        "units of their channels, a geometry that holds them, and four int64 arrays of "
+                        "one length within their bounds");
         goto release;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -333,7 +336,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot slots[] = {{0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_packing", NULL, 0, methods, slots, NULL, NULL,
-                                        NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_packing", NULL, 0, methods, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__packing(void) { return PyModuleDef_Init(&definition); }
