@@ -225,9 +225,11 @@ def _print(trace: Trace, results: Sequence[CellResult]) -> None:
     console = Console(highlight=False)
     head, rows = table_of(results)
     console.print(Text(describe_trace(trace)), soft_wrap=True)
-    table = _table(head, rows)
-    if console.measure(table, options=console.options.update(max_width=1000)).minimum <= console.width:
-        console.print(table)
+    unbounded = console.options.update(max_width=1000)
+    for table in (_table(head, rows, padding=1), _table(head, rows, padding=0)):
+        if console.measure(table, options=unbounded).minimum <= console.width:
+            console.print(table)
+            break
     else:
         for row in rows:
             words = ", ".join(
@@ -240,9 +242,9 @@ def _print(trace: Trace, results: Sequence[CellResult]) -> None:
         console.print(Text(note), soft_wrap=not console.is_terminal)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], padding: int) -> Table:
     """Return the table; where it is narrow, the words of its head stand below each other."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", collapse_padding=True, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, padding), pad_edge=False)
     for number, column in enumerate(head):
         words = [*column.split(), *(row[number] for row in rows)]
         table.add_column(column, justify="right", vertical="bottom", min_width=max(map(len, words)))
