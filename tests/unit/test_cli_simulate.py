@@ -70,6 +70,16 @@ def test_table_json_and_page(trace: Path, tmp_path: Path, capsys: pytest.Capture
     )
 
 
+def test_a_terminal_of_80_columns_gets_the_table(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["simulate", str(trace), *TOKEN, "--memory", "1GiB,16GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[1:])) <= 80, "sentences are left to the terminal"
+    assert [line.split()[0] for line in lines if "lru" in line] == ["1GiB", "16GiB"]
+
+
 def test_a_terminal_too_narrow_for_the_table_gets_sentences(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,3 +60,10 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "none.md: no such file",
         "page.md#b: no such heading",
     ]
+
+
+def test_the_readme_can_be_read_in_two_minutes() -> None:
+    """It opens with the picture, and has fewer than 600 words, as `wc -w` counts them."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) < 600
+    assert text.split("\n\n")[1].startswith("![")

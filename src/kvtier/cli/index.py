@@ -86,7 +86,8 @@ def serve_command(
 ) -> None:
     """Follow publishers and answer over HTTP which of them hold a prompt.
 
-    It serves /register, /unregister, /query, /query_by_hash, /workers, /dump, /health and /metrics.
+    It serves /register, /unregister, /query, /query_by_hash, /workers, /models, /prefixes, /dump, /health
+    and /metrics, and a page with the fleet at /.
     """
     import logging
 

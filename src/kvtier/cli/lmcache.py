@@ -22,7 +22,7 @@ _ANSWERS = {
     "chunk_size": "chunk_tokens; kvtier's default is one block, and small chunks hit more",
     "max_local_cpu_size": "cpu.capacity, which is over all ranks: multiply it by their number",
     "local_cpu": "none: the pool is always there",
-    "cache_policy": "cpu.policy: lru, arc, or your own",
+    "cache_policy": "cpu.policy: lru, arc, gittins, or your own",
     "local_disk": "tiers: a disk",
     "max_local_disk_size": "the capacity of the disk",
     "remote_url": "tiers: valkey, object or mooncake; a password belongs into password_file",
@@ -38,6 +38,8 @@ _ANSWERS = {
     "enable_kv_events": "vLLM's --kv-events-config",
     "enable_controller": "`kvtier index serve`, which follows event streams",
     "mp.save_decode_cache": "prompt_only, the opposite",
+    "mp.eager_prefetch": "none: a lookup begins when a request is first seen",
+    "mp.lazy_offload": "none: stores always run in parallel with the engine",
     "mp.": "none: kvtier runs inside the engine, without a server",
     "enable_blending": "none: kvtier reuses KV of equal prefixes only",
     **dict.fromkeys(("enable_p", "pd_", "nixl_"), "none: kvtier moves nothing from engine to engine"),
@@ -75,7 +77,11 @@ def translate_file(file: Path) -> Translation | None:
     if not is_theirs and "LMCache" not in str(connector):
         return None
     remarks = [*map(_answer, values)]
-    if "max_local_cpu_size" not in values:
+    if any(name.startswith("mp.") for name in values) or "MPConnector" in str(connector):
+        remarks.append(
+            "--l1-size-gb of the server → cpu.capacity, of each engine: choose it, 5GiB is a guess"
+        )
+    elif "max_local_cpu_size" not in values:
         remarks.append("cpu.capacity is LMCache's default for one rank: choose it as large as you can")
     ours = _convert(values)
     if connector is not None:

@@ -225,21 +225,29 @@ def _print(trace: Trace, results: Sequence[CellResult]) -> None:
     console = Console(highlight=False)
     head, rows = table_of(results)
     console.print(Text(describe_trace(trace)), soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    for column in head:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    if console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width:
-        console.print(table)
+    unbounded = console.options.update(max_width=1000)
+    for table in (_table(head, rows, padding=1), _table(head, rows, padding=0)):
+        if console.measure(table, options=unbounded).minimum <= console.width:
+            console.print(table)
+            break
     else:
         for row in rows:
             words = ", ".join(
                 f"{name.strip()} {value}" for name, value in zip(head, row, strict=True) if value
             )
-            console.print(Text(words), soft_wrap=True)
+            console.print(Text(words), soft_wrap=not console.is_terminal)
     rates = {result.cell.chunk_tokens: result.hit_rate_infinite for result in results}
     infinite = ", ".join(f"{rate:.2%} (chunks of {chunk})" for chunk, rate in rates.items())
-    console.print(Text(f"A cache without a limit would save {infinite}."), soft_wrap=True)
-    for note in (*trace.notes, *remarks_on(results)):
-        console.print(Text(note), soft_wrap=True)
+    for note in (f"A cache without a limit would save {infinite}.", *trace.notes, *remarks_on(results)):
+        console.print(Text(note), soft_wrap=not console.is_terminal)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], padding: int) -> Table:
+    """Return the table; where it is narrow, the words of its head stand below each other."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, padding), pad_edge=False)
+    for number, column in enumerate(head):
+        words = [*column.split(), *(row[number] for row in rows)]
+        table.add_column(column, justify="right", vertical="bottom", min_width=max(map(len, words)))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

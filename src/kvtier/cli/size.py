@@ -241,7 +241,7 @@ def _print(report: SizeReport, tensor_parallel: int, prefill: float) -> None:
         table.add_row(Text(label, style="bold"), Text(value))
     console.print(table)
     for line in _remarks(report, prefill):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(line), soft_wrap="{" in line or not console.is_terminal)  # settings are pasted
 
 
 def _rows(report: SizeReport, tensor_parallel: int) -> Iterator[tuple[str, str]]:

@@ -24,10 +24,10 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, takewhile
 from threading import RLock
 from typing import Any, Literal, NamedTuple
 
@@ -333,6 +333,15 @@ class PrefixIndex:
         keys: Hashes = chain(hash_blocks(tokens, block_size, np.uint64(seed)), np.uint64(0), False)
         return keys
 
+    def keys_of(self, worker: str, hashes: Sequence[int]) -> Hashes:
+        """Return the keys of leading blocks that a worker's engine calls so, up to the first without one."""
+        if self.keys == "engine":
+            return np.array(hashes, np.uint64)
+        with self._lock:
+            known = self._workers.get(worker)
+            keys = [] if known is None else takewhile(_is_key, map(known.translator.key_of, hashes))
+            return np.array(list(keys), np.uint64)
+
     def entries(self) -> list[Entry]:
         """Return everything that is held now: worker, key, tier.
 
@@ -405,6 +414,12 @@ class PrefixIndex:
                 blocks, len(known.translator.waiting), self._backend.table.dropped(known.number)
             )
 
+    def held_by(self, workers: Iterable[str]) -> dict[StorageTier, int]:
+        """Return how many blocks these workers hold on each tier in total; unknown ones hold none."""
+        with self._lock:
+            held = [self.worker_stats(worker).blocks for worker in workers if worker in self._workers]
+            return {tier: sum(blocks[tier] for blocks in held) for tier in StorageTier}
+
     def incomplete(self) -> dict[str, str]:
         """Return the workers of which the index is missing blocks, and why, until they are cleared."""
         with self._lock:
@@ -442,6 +457,10 @@ class PrefixIndex:
                 raise IntegrityError(
                     f"index: {self._shared_budget.used} bytes of the shared budget are not those of workers"
                 )
+
+
+def _is_key(key: int | None) -> bool:
+    return key is not None
 
 
 def _as_hashes(hashes: npt.ArrayLike) -> Hashes:

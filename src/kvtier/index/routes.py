@@ -6,23 +6,27 @@ further fields: whether each worker's replica is `exact`, `repairing` or `degrad
 each instance's `state`), and why it is not exact (under `reasons`, or in `reason`). Clients that do not
 know these fields ignore them.
 
-    POST /register /unregister /query /query_by_hash         GET /workers /dump /health /metrics
+    POST /register /unregister /query /query_by_hash
+    GET /workers /models /prefixes /dump /health /metrics, and a page at /
 
 With XXH3 keys, `block_hashes` are hashes of single blocks, as Dynamo's clients send them, and `seq_hashes`
-are chained ones, as Mooncake's do; with the engine's keys both are the engine's hashes. A dump is made and
-sent in slices, and other requests are answered between them; so are metrics, whose names begin with
-`kvtier_index_`: each model has the size, budget and refusals of its index; each worker its blocks on each
-tier; each publisher its state, its lag, and the counters of its stream; each path its requests and a
-histogram of their times. This belongs to the event loop's thread.
+are chained ones, as Mooncake's do; with the engine's keys both are the engine's hashes. Long answers
+(workers, prefixes, a dump, metrics) are made and sent in slices, and other requests are answered between
+them. Metrics have names that begin with `kvtier_index_`: each model has the size, budget and refusals of its
+index; each worker its blocks on each tier; each publisher its state, its lag, and the counters of its
+stream; each path its requests and a histogram of their times. This belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
+from itertools import islice
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -31,8 +35,10 @@ import numpy as np
 from kvtier.errors import InputError, OutsideError
 from kvtier.events.updates import Counters, State
 from kvtier.events.wire import U64
+from kvtier.index import page
 from kvtier.index.base import Hashes, Match, StorageTier
 from kvtier.index.http import Access, HttpError, HttpRequest, Response
+from kvtier.index.sample import SharedPrefix, longest, shared_prefix
 from kvtier.index.service import (
     Confidence,
     Conflict,
@@ -53,6 +59,11 @@ _TIER_NAMES = {StorageTier.GPU: "device", StorageTier.CPU: "host_pinned", Storag
 _CHANGES = frozenset(("/register", "/unregister"))
 _DUMPS = 4
 """The most dumps at once: each keeps a list of all held blocks."""
+_SEARCHES = 4
+"""The most searches for shared prefixes at once."""
+_PREFIXES = 20
+_SLICE = 16
+"""Instances that are described at once."""
 _SLICE_INTERVAL = 0.002
 """Seconds between two slices of a long answer, so that other requests are answered in between."""
 _REASON_LENGTH = 1000
@@ -171,7 +182,7 @@ class Api:
 
     def __init__(self, service: Service, access: Access | None = None) -> None:
         self.service, self.access = service, access or Access()
-        self._dumps = 0
+        self._dumps = self._searches = 0
         self._traffic = Traffic()
         self._registry = make_registry(service, self._traffic)
         self._routes: dict[str, tuple[str, Callable[[HttpRequest], Any]]] = {
@@ -180,10 +191,13 @@ class Api:
             "/query": ("POST", self._query),
             "/query_by_hash": ("POST", self._query_by_hash),
             "/workers": ("GET", self._workers),
+            "/models": ("GET", self._models),
+            "/prefixes": ("GET", self._prefixes),
             "/dump": ("GET", self._dump),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
+        self._routes |= {path: ("GET", partial(_file, path)) for path in page.FILES}
 
     async def __call__(self, request: HttpRequest) -> Response:
         """Answer a request."""
@@ -287,52 +301,90 @@ class Api:
 
     # -- views -------------------------------------------------------------------------------------
 
-    def _workers(self, request: HttpRequest) -> Any:
-        """List instances, each with its ranks."""
+    def _workers(self, request: HttpRequest) -> Response:
+        """List instances, each with its publishers by rank."""
         model, routing_group = request.query.get("model_name"), request.query.get("routing_group")
-        listed: dict[tuple[GroupKey, str], dict[str, Any]] = {}
-        groups = self.service.groups()
+        listed: dict[tuple[GroupKey, str], list[tuple[Subscription, Confidence]]] = defaultdict(list)
         for subscription, confidences in self.service.subscriptions():
-            registration = subscription.registration
-            key = registration.group
-            is_wanted = model in (None, key.model) and routing_group in (None, key.routing_group)
-            if key not in groups or not is_wanted:
-                continue
-            entry = listed.setdefault(
-                (key, str(registration.instance_id)),
-                {
-                    "instance_id": registration.instance_id,
-                    "source": "zmq",
-                    "status": "active",
-                    "model_name": key.model,
-                    "routing_group": key.routing_group,
-                    "block_size": groups[key].index.block_size,
-                    "endpoints": {},
-                    "listeners": {},
-                },
-            )
-            listener = self._listener(subscription, worst(confidences))
-            entry["endpoints"][str(registration.rank or 0)] = registration.endpoint
-            entry["listeners"][str(registration.rank or 0)] = listener
-            if listener["status"] != "active":
-                entry["status"] = listener["status"]
-        return list(listed.values())
+            key, instance = subscription.registration.group, str(subscription.registration.instance_id)
+            if model in (None, key.model) and routing_group in (None, key.routing_group):
+                listed[key, instance].append((subscription, worst(confidences)))
+        return _json_list(_sliced(self._instance(key, found) for (key, _), found in listed.items()))
 
-    def _listener(self, subscription: Subscription, confidence: Confidence) -> dict[str, Any]:
+    def _instance(
+        self, key: GroupKey, found: list[tuple[Subscription, Confidence]]
+    ) -> dict[str, Any] | None:
+        """Describe an instance; `None` if its model has been unregistered since."""
+        try:
+            group = self.service.group(key)
+        except NotFound:
+            return None
+        listeners = {
+            str(subscription.registration.rank or 0): self._listener(group, subscription, confidence)
+            for subscription, confidence in found
+        }
+        return {
+            "instance_id": found[0][0].registration.instance_id,
+            "source": "zmq",
+            "status": max(listener["status"] for listener in listeners.values()),
+            "model_name": key.model,
+            "routing_group": key.routing_group,
+            "block_size": group.index.block_size,
+            "endpoints": {rank: listener["endpoint"] for rank, listener in listeners.items()},
+            "listeners": listeners,
+        }
+
+    def _listener(self, group: Group, subscription: Subscription, confidence: Confidence) -> dict[str, Any]:
         status = self.service.status(subscription)
+        held = group.index.held_by(worker.name for worker in subscription.workers)
         listener: dict[str, Any] = {
             "endpoint": subscription.registration.endpoint,
             "status": "active" if status is not None and status.connected else "pending",
             "state": confidence.state,
             "ranks": [worker.rank for worker in subscription.workers],
             "ignored_batches": subscription.ignored,
+            "tiers": {tier.name.lower(): count for tier, count in held.items()},
         }
         if confidence.reason:
             name = "last_error" if confidence.state is State.DEGRADED else "reason"
             listener[name] = confidence.reason[:_REASON_LENGTH]
         if status is not None:
             listener |= {"seq": status.seq, "lag": status.lag, "blocks": status.blocks, "kind": status.kind}
+            listener["counters"] = status.counters.as_dict()
         return listener
+
+    def _models(self, request: HttpRequest) -> Any:
+        """List models, each with the size of its index."""
+        return [
+            {"model_name": key.model, "routing_group": key.routing_group}
+            | {"block_size": group.index.block_size, "keys": group.index.keys}
+            | group.index.stats()._asdict()
+            for key, group in self.service.groups().items()
+        ]
+
+    def _prefixes(self, request: HttpRequest) -> Response:
+        """List for each model the longest prefixes of sampled prompts that several workers hold."""
+        if self._searches >= _SEARCHES:
+            busy = f"{_SEARCHES} searches for prefixes are under way: try again later"
+            raise HttpError(503, busy, {"Retry-After": "1"})
+        return _json_list(self._search())
+
+    async def _search(self) -> AsyncGenerator[list[Any], None]:
+        self._searches += 1
+        try:
+            for key, group in self.service.groups().items():
+                found: list[SharedPrefix] = []
+                chains = self.service.sampled_prompts(group)
+                for keys in chains:
+                    if (prefix := shared_prefix(keys, group.index.match(keys))) is not None:
+                        found.append(prefix)
+                    await asyncio.sleep(_SLICE_INTERVAL)
+                size = group.index.block_size or 0
+                prefixes = [_describe_prefix(prefix, size) for prefix in longest(found, _PREFIXES)]
+                model = {"model_name": key.model, "routing_group": key.routing_group, "sampled": len(chains)}
+                yield [model | {"prefixes": prefixes}]
+        finally:
+            self._searches -= 1
 
     def _dump(self, request: HttpRequest) -> Response:
         """Return all held blocks, as stores. Parents and tokens are not kept, so they are null."""
@@ -375,6 +427,43 @@ class Api:
         for text in self._registry.texts():
             yield text.encode()
             await asyncio.sleep(_SLICE_INTERVAL)
+
+
+def _file(path: str, request: HttpRequest) -> Response:
+    """Return a file of the page."""
+    content, kind = page.FILES[path]
+    return Response(200, content, kind, page.HEADERS)
+
+
+def _json_list(parts: AsyncGenerator[list[Any], None]) -> Response:
+    """Answer with a JSON list that is made part by part."""
+    return Response(200, _list_pieces(parts))
+
+
+async def _list_pieces(parts: AsyncGenerator[list[Any], None]) -> AsyncGenerator[bytes, None]:
+    before = b"["
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            if part:
+                yield before + b",".join(map(msgspec.json.encode, part))
+                before = b","
+    yield b"[]" if before == b"[" else b"]"
+
+
+async def _sliced(values: Iterator[T | None]) -> AsyncGenerator[list[T], None]:
+    """Yield values, without `None`, in slices; other requests are answered between two of them."""
+    while part := list(islice(values, _SLICE)):
+        yield [value for value in part if value is not None]
+        await asyncio.sleep(_SLICE_INTERVAL)
+
+
+def _describe_prefix(prefix: SharedPrefix, block_size: int) -> dict[str, Any]:
+    steps = [
+        {"tokens": step.blocks * block_size, "workers": step.workers}
+        | {tier.name.lower(): count for tier, count in zip(StorageTier, step.on_tier, strict=True)}
+        for step in prefix.steps
+    ]
+    return {"last_block": f"{prefix.last_key:016x}", "steps": steps}
 
 
 def _read(request: HttpRequest, shape: type[T]) -> T:

@@ -27,6 +27,7 @@ from kvtier.events.subscriber import Subscriber
 from kvtier.events.updates import Limits, Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.index.base import Hashes, Keys, Match
 from kvtier.index.prefix import Counting, PrefixIndex
+from kvtier.index.sample import Pace, PromptSample
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +167,10 @@ class Subscription:
 
 @dataclass(slots=True)
 class Group:
-    """An index, and the publishers that feed it."""
+    """An index, the publishers that feed it, and some prompts for finding shared prefixes."""
 
     index: PrefixIndex
+    sample: PromptSample
     members: dict[str, Subscription] = field(default_factory=dict)
     """By the name of their source."""
 
@@ -200,6 +202,7 @@ class Service:
         self._groups: dict[GroupKey, Group] = {}
         self._sources: dict[str, Subscription] = {}  # the members of all groups
         self._numbers = count()
+        self._pace = Pace()
         sample = self._new_index(1, budget=1 << 20)
         if sample.form == "numba":
             sample.warm_up()  # before any publisher is followed: no batch waits for the compiler
@@ -244,7 +247,8 @@ class Service:
         if group is None:
             if len(self._groups) >= self.settings.max_groups:
                 raise Conflict(f"expected at most {self.settings.max_groups} models and routing groups")
-            return Group(self._new_index(new.block_size))
+            index = self._new_index(new.block_size)
+            return Group(index, PromptSample(index, self._pace))
         if group.index.block_size is None and new.block_size is not None:
             group.index.expect_block_size(new.block_size)
         elif new.block_size not in (None, group.index.block_size):
@@ -343,7 +347,9 @@ class Service:
                 refusal = f"{both}: register it without dp_rank"
         if not refusal:
             try:
-                group.index.apply_all(subscription.registration.worker(rank).name, batches)
+                worker = subscription.registration.worker(rank).name
+                group.index.apply_all(worker, batches)
+                group.sample.offer_batch(worker, batches[-1])
                 return
             except KVTierError as error:
                 refusal = str(error)
@@ -399,7 +405,14 @@ class Service:
         """Return how much of a prefix each worker holds, and how far that can be trusted at that moment."""
         with self._lock:
             group = self._group(key)
-            return group.index.match(hashes), self._confidences(group)
+            match = group.index.match(hashes)
+            group.sample.offer_query(hashes, match)
+            return match, self._confidences(group)
+
+    def sampled_prompts(self, group: Group) -> list[Hashes]:
+        """Return the keys of some prompts' leading blocks, in which shared prefixes can be found."""
+        with self._lock:
+            return group.sample.chains()
 
     def subscriptions(self) -> list[tuple[Subscription, list[Confidence]]]:
         """Return the followed publishers, and how far the data about their workers can be trusted."""

@@ -263,6 +263,11 @@ class Translator:
         self._budget.give(_SALTED_BYTES * (len(before) - len(self._salted)))
         self._untidy = 2 * len(self._salted) + SLACK
 
+    def key_of(self, engine_hash: int) -> int | None:
+        """Return the key of a block that the engine calls so; `None` if it has none yet."""
+        name = self._get(engine_hash)
+        return None if name is None else name.key
+
     def _get(self, engine_hash: int) -> _Name | None:
         key = self._backend.names.get(self.worker, engine_hash)
         return self._salted.get(engine_hash) if key is None else _Name(key)

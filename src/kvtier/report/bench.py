@@ -108,7 +108,7 @@ def _sources(result: BenchResult) -> str:
 def _method(result: BenchResult, command: Sequence[str]) -> str:
     repeat = f"<p>Repeat it:</p><pre>{escape(shlex.join(command))}</pre>" if command else ""
     settings = [
-        (name.replace("_", " "), f"{value:,}" if isinstance(value, int | float) else str(value))
+        (name.replace("_", " "), _setting(value))
         for name, value in result.settings.items()
         if value is not None
     ]
@@ -119,6 +119,12 @@ has another cache salt, so that the server computes it as it would without kvtie
 first changes from pair to pair. Answers are greedy and streamed; times are those of the client.</p>
 {repeat}
 {make_table(("setting", "value"), settings, css="words")}"""
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 def _paragraphs(sentences: Iterator[str]) -> str:

@@ -493,6 +493,16 @@ class Scanned:
         ids = self.tokens[start : start + tokens].tolist()
         return BlockStored(hashes, parent & U64 if has_parent else None, ids, block_size, None, medium, None)
 
+    def longest_runs(self) -> Iterator[tuple[int | None, list[int]]]:
+        """Yield the longest store without a parent and the longest with one: the parent and the hashes."""
+        edits, ends = self.edits, np.cumsum(self.edits[:, _COUNT])
+        for has_parent in (0, 1):
+            rows = np.flatnonzero((edits[:, _OP] == Op.STORED) & (edits[:, HAS_PARENT] == has_parent))
+            if len(rows):
+                row = rows[np.argmax(edits[rows, _COUNT])]
+                parent = int(edits[row, PARENT]) & U64 if has_parent else None
+                yield parent, self.hashes[ends[row] - edits[row, _COUNT] : ends[row]].tolist()
+
     @staticmethod
     def join(parts: Sequence[Scanned]) -> Iterator[Scanned]:
         """Yield the events of several batches as few parts: neighbours are joined without a copy."""
