@@ -80,6 +80,7 @@ class SharedTier(IOTier):
             clock=clock,
             check_seals=check_seals,
             longest_backoff=_LONGEST_BACKOFF,
+            slow_failure=_SLOW_FAILURE,
             seal_key=seal_key,
         )
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
@@ -215,7 +216,7 @@ class SharedTier(IOTier):
         if lookup.scope != self._scope.number:
             return
         if error is not None:
-            self._record_failure(Direction.PROMOTE, say_error(error), lookup.seconds)
+            self._health[Direction.PROMOTE].record_failure(say_error(error), lookup.seconds)
             self._record_absent(lookup.keys, MissReason.TOO_SLOW)
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
@@ -297,12 +298,6 @@ class SharedTier(IOTier):
             self._submit(job, positions)
         return positions
 
-    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
-        keys = self._let_go(job, positions)
-        if job.direction is Direction.DEMOTE:
-            self._counts["dropped"] += len(positions)
-            self._misses.record(keys, MissReason.REFUSED)
-
     def poll(self) -> list[TierResult]:
         self._look_after_lookups()
         results = super().poll()
@@ -318,45 +313,29 @@ class SharedTier(IOTier):
             self._record_absent(self._current(result.job, result.positions), MissReason.TOO_SLOW)
 
     def _settle_read(self, result: TierResult) -> None:
-        outcome, count = result.outcome, len(result.positions)
-        current = self._let_go(result.job, result.positions)
+        outcome, current = result.outcome, self._let_go(result.job, result.positions)
         if outcome is None:
-            if not result.returned:
-                self._count_moved(result, "promoted")
-            self._health[Direction.PROMOTE].record_success()
             self._record_present(current)
         elif outcome is MissReason.FAILED:
-            self._counts["failed_checks"] += count
             self._record_absent(current, MissReason.FAILED)
             self._delete(current)
         elif outcome is MissReason.EVICTED:
-            self._health[Direction.PROMOTE].record_success()
-            self._counts["evicted"] += count
+            self._counts["evicted"] += len(result.positions)
             # The server may have lost all rows; the rows behind these were not even read.
             self._known.doubt()
             self._record_absent(current, MissReason.EVICTED)
         elif outcome is MissReason.IO_FAILED:
-            self._counts["failed"] += count
-            self._record_failure(Direction.PROMOTE, result.why, result.seconds)
             self._record_absent(current, MissReason.IO_FAILED)
-        else:
+        elif outcome is not MissReason.REFUSED:
             self._record_absent(current, MissReason.TOO_SLOW)
 
     def _settle_write(self, result: TierResult) -> None:
-        outcome, count = result.outcome, len(result.positions)
-        current = self._let_go(result.job, result.positions)
+        outcome, current = result.outcome, self._let_go(result.job, result.positions)
         if outcome is None:
-            self._count_moved(result, "demoted")
-            self._health[Direction.DEMOTE].record_success()
-            self._last_progress = self._clock()
             self._record_present([key for key in current if key not in self._deleting])
-        elif outcome is MissReason.IO_FAILED:
-            self._counts["failed"] += count
-            self._record_failure(Direction.DEMOTE, result.why, result.seconds)
-            self._misses.record(current, MissReason.IO_FAILED)
         else:
-            self._counts["dropped"] += count
-            self._misses.record(current, MissReason.REFUSED)
+            is_failed = outcome is MissReason.IO_FAILED
+            self._misses.record(current, MissReason.IO_FAILED if is_failed else MissReason.REFUSED)
 
     def _current(self, job: RowJob, positions: list[int]) -> list[OffloadKey]:
         """Return the keys of rows, or none if they are from before a reset."""
@@ -378,16 +357,6 @@ class SharedTier(IOTier):
         if self._unwanted:
             self._delete([key for key in current if key in self._unwanted])
         return current
-
-    def _record_failure(self, direction: Direction, why: str, seconds: float) -> None:
-        """Record that a call has failed.
-
-        A slow failure suspends at once: it delays requests like no answer.
-        """
-        health = self._health[direction]
-        health.record_failure(why)
-        if seconds >= _SLOW_FAILURE:
-            health.suspend(why)
 
     # -- held rows ---------------------------------------------------------------------------------
 
