@@ -23,7 +23,7 @@ import numpy as np
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReadLease, ReqContext
+from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReadLease, ReqContext, WriteLease
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.policies import Slots
 from kvtier.residency import MissReason
@@ -105,6 +105,7 @@ class _PromotionJob(RowJob):
     """A job of one tier, the requests that want its rows, and its measurements."""
 
     tier: Tier
+    lease: WriteLease
     started: float
     ahead_bytes: int
     wanted_by: dict[PromotionRequest, None] = field(default_factory=dict)
@@ -224,7 +225,8 @@ class Promotions:
         wanted = wanted[: self._room()]
         taken, slots = self._take_slots(request, wanted, set(absent))
         if request.whole and len(taken) < len(absent):
-            self._free(taken, slots)
+            self._pool.abandon_store(taken, slots)
+            WriteLease(self._pool, taken, CPULoadStoreSpec(slots)).abandon()
             request.miss(absent, MissReason.NO_ROOM)
             return
         if len(taken) < len(absent):
@@ -256,16 +258,19 @@ class Promotions:
             if not positions:
                 continue
             self._newest += 1
+            theirs, spec = [keys[at] for at in positions], CPULoadStoreSpec(slots[positions])
             job = _PromotionJob(
                 self._newest,
                 Direction.PROMOTE,
-                [keys[at] for at in positions],
-                slots[positions],
+                theirs,
+                spec.block_ids,
                 now + request.io_seconds,
                 tier=tier,
+                lease=WriteLease(self._pool, theirs, spec),
                 started=now,
                 ahead_bytes=tier.promotion_bytes,
             )
+            job.lent = job.lease.left
             self._jobs.add(job)
             self._arriving.update(dict.fromkeys(job.keys, job))
             tier.promote(job)
@@ -276,36 +281,33 @@ class Promotions:
         for job in {self._arriving[key] for key in keys}:
             job.wanted_by[request] = None
 
-    def _free(self, keys: list[OffloadKey], slots: Slots) -> None:
+    def _free(self, job: _PromotionJob, positions: list[int]) -> None:
         """Give back slots that no call writes, and make their chunks absent."""
-        spec = CPULoadStoreSpec(slots)
-        self._pool.abandon_store(keys, spec)
-        self._pool.complete_store(keys, success=False, spec=spec)
+        self._pool.abandon_store(job.keys_at(positions), job.slots_at(positions))
+        job.lease.abandon(positions)
 
     # -- results -----------------------------------------------------------------------------------
 
     def take_result(self, result: TierResult) -> None:
         """Process a result for some rows of a job."""
-        job, keys = result.job, result.keys
+        job, keys, positions = result.job, result.keys, result.positions
         if not isinstance(job, _PromotionJob):
             raise IntegrityError(f"promotions: expected a result of their own job, got one of {job.job_id}")
-        slots = job.slots_at(result.positions)
         job.seconds += result.seconds
         if result.returned:
-            self._pool.complete_store(keys, success=False, spec=CPULoadStoreSpec(slots))
+            job.lease.abandon(positions)
         elif result.outcome is None:
             job.num_arrived += len(keys)
-            self._pool.complete_store(keys, spec=CPULoadStoreSpec(slots))
+            job.lease.commit(positions)
             self._deliver(job, keys)
         else:
             job.is_late |= result.outcome is MissReason.TOO_SLOW
             if result.in_use:
-                self._pool.abandon_store(keys, CPULoadStoreSpec(slots))
+                self._pool.abandon_store(keys, job.slots_at(positions))
             else:
-                self._free(keys, slots)
+                self._free(job, positions)
             self._miss(job, keys, result.outcome)
-        if not result.in_use:
-            self._forget(job, result.positions)
+        self._end_if_over(job)
 
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Pin arrived rows for each request that waits for them."""
@@ -349,10 +351,9 @@ class Promotions:
                 del request.missing[key]
         return [(request, theirs) for request, theirs in waited if theirs]
 
-    def _forget(self, job: _PromotionJob, positions: list[int]) -> None:
-        """Remove rows from a job once their memory is ours again; measure the time of a job that is over."""
-        job.lent.difference_update(positions)
-        if job.lent:
+    def _end_if_over(self, job: _PromotionJob) -> None:
+        """Forget a job whose slots are all given back, and measure its time."""
+        if job.lent or job not in self._jobs:
             return
         self._jobs.discard(job)
         waited, arrived_bytes = self._clock() - job.started, job.num_arrived * self._row_bytes
@@ -410,10 +411,9 @@ class Promotions:
                 del job.wanted_by[request]
             unwanted = [key for key in theirs if not any(key in each.missing for each in job.wanted_by)]
             if unwanted and (withdrawn := job.tier.withdraw(job, job.positions_of(unwanted))):
-                keys = job.keys_at(withdrawn)
-                self._take_arrived(job, keys)
-                self._free(keys, job.slots_at(withdrawn))
-                self._forget(job, withdrawn)
+                self._take_arrived(job, job.keys_at(withdrawn))
+                self._free(job, withdrawn)
+                self._end_if_over(job)
 
     def check(self, requests: Sequence[PromotionRequest]) -> None:
         """Raise `IntegrityError` if the records do not agree with those of all requests."""

@@ -89,7 +89,9 @@ class RowJob:
     tenant: str = ""
     """Whose rows these are, for a tier in which tenants have shares."""
     lent: set[int] = field(init=False)
-    """The positions of rows whose memory the tier may use. The manager removes those that are free again."""
+    """The positions of rows whose memory the tier may use. The manager removes those that are free again:
+    those that its lease of the slots has given back.
+    """
 
     addresses: Slots | None = None
     """Where the tier keeps each row, if the tier decides that. Set by the tier, as are the next two."""
