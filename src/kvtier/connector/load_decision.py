@@ -315,7 +315,7 @@ class PromotionDecision:
         wait = self._waits.open(state.context, state.num_chunks)
         if wait is None:
             return False
-        there = match_prefix(self._geometry, self._manager.combined_lookup, state, limit)
+        there = match_prefix(self._geometry, self._promotions, state, limit)
         if there.pending and not wait.is_looked_up and self._begin_lookup(state, wait, there, limit):
             return True
         if there.end <= here.end:

@@ -16,14 +16,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, takewhile
+from itertools import compress, islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReadLease, ReqContext, WriteLease
+from kvtier.offload.base import (
+    NO_REQUEST,
+    ChunkLookup,
+    PrepareStoreOutput,
+    ReadLease,
+    ReqContext,
+    WriteLease,
+)
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.policies import Slots
 from kvtier.residency import MissReason
@@ -32,6 +39,8 @@ from kvtier.transfer.base import CPULoadStoreSpec
 
 _SHARE = 2
 """Promotions may take one slot in this many; the other slots are for computed chunks."""
+_LOOKED_UP_FIRST = 32
+"""The number of chunks of a prefix that are looked up at first. It doubles each time that all are found."""
 
 
 class TierCost(NamedTuple):
@@ -120,10 +129,12 @@ Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
 """Takes pool slots for the keys that the pool does not hold."""
 
 
-class Promotions:
+class Promotions(ChunkLookup):
     """Promotes rows from `tiers` into slots that `reserve` gives.
 
-    A row comes from the first tier that has it.
+    A row comes from the first tier that has it. As a `ChunkLookup` it finds chunks that can be loaded from
+    the pool or, after a promotion, from a tier. `None` means that the chunk is being stored in the pool, or
+    that a tier that could be asked may have it.
     """
 
     def __init__(
@@ -146,6 +157,33 @@ class Promotions:
         self._times: list[TierTime] = []
 
     # -- asking ------------------------------------------------------------------------------------
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        found = self._pool.lookup_many(keys, req_context)
+        for index in [index for index, is_ready in enumerate(found) if is_ready is None]:
+            if keys[index] in self._arriving:
+                found[index] = True
+        absent = [index for index, is_ready in enumerate(found) if is_ready is False]
+        for tier in self._tiers:
+            left = [index for index in absent if not found[index]]
+            for index, is_held in zip(left, tier.lookup_many([keys[index] for index in left]), strict=True):
+                if is_held is not False:
+                    found[index] = is_held
+        return found
+
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
+    ) -> int | None:
+        """Count the leading keys that can be loaded. Keys far behind the first gap are not looked up."""
+        hits, size = self._pool.lookup_prefix(keys, req_context, wait=False) or 0, _LOOKED_UP_FIRST
+        while hits < len(keys):
+            found = self.lookup_many(list(islice(keys, hits, hits + size)), req_context)
+            for is_there in found:
+                if not is_there:
+                    return None if is_there is None and wait else hits
+                hits += 1
+            size *= 2
+        return hits
 
     def is_promoting(self, key: OffloadKey) -> bool:
         """Return whether a row is on its way."""
