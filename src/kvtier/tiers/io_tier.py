@@ -128,6 +128,7 @@ class IOTier(Tier):
         self._results: list[TierResult] = []
         self._last_progress = float("-inf")
         self._counts: Counter[str] = Counter()
+        """The counters of `TierStats`."""
         self._seconds = {Direction.PROMOTE: 0.0, Direction.DEMOTE: 0.0}
 
     # -- for subclasses ----------------------------------------------------------------------------
@@ -416,7 +417,6 @@ class IOTier(Tier):
     def stats(self) -> TierStats:
         problems = [health.problem for health in self._health.values() if health.problem is not None]
         used, capacity = self._num_rows() or (None, None)
-        counts = self._counts
         return TierStats(
             name=self.name,
             medium=self.medium,
@@ -426,22 +426,11 @@ class IOTier(Tier):
             capacity=capacity,
             used_bytes=None if used is None else used * self.row_bytes,
             capacity_bytes=None if capacity is None else capacity * self.row_bytes,
-            promoted=counts["promoted"],
-            promoted_bytes=counts["promoted_bytes"],
-            promote_seconds=self._seconds[Direction.PROMOTE],
-            demoted=counts["demoted"],
-            demoted_bytes=counts["demoted_bytes"],
-            demote_seconds=self._seconds[Direction.DEMOTE],
-            refused=counts["refused"],
-            dropped=counts["dropped"],
-            evicted=counts["evicted"],
-            failed_checks=counts["failed_checks"],
-            failed=counts["failed"],
-            late=counts["late"],
-            stuck=self._io.stuck_rows(),
             queued_bytes=sum(self._io.queued_bytes(direction) for direction in Direction),
-            questions=counts["questions"],
-            round_trips=counts["round_trips"],
+            stuck=self._io.stuck_rows(),
+            promote_seconds=self._seconds[Direction.PROMOTE],
+            demote_seconds=self._seconds[Direction.DEMOTE],
+            **self._counts,
         )
 
     def has_pending_work(self) -> bool:
