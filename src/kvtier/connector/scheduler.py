@@ -341,8 +341,7 @@ class OffloadingConnectorScheduler:
         """Record the chunks of a store for the event stream, while the request still exists."""
         if self._tracker.enabled:
             for group, positions in zip(state.groups, chunks, strict=True):
-                for key, position in positions.items():
-                    self._tracker.record_store(state.view, group.geometry, position, key)
+                self._tracker.record_stores(state.view, group.geometry, positions)
 
     # -- completing --------------------------------------------------------------------------------
 
