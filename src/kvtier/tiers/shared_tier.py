@@ -163,18 +163,14 @@ class SharedTier(IOTier):
             self._take_name()
         if not self._is_readable():
             return [None if self.is_awaited() else False] * len(keys)
-        now = self._clock()
-        return [self._look_up(key, now) for key in keys]
-
-    def _look_up(self, key: OffloadKey, now: float) -> bool | None:
-        """Return what is known of a chunk; `None` if an answer may still come."""
-        known = self._known.look_up(key, now)
-        if known is not None:
-            return known
-        lookup = self._lookups.get(key)
-        if lookup is not None:
-            return None if now < lookup.deadline else False
-        return None if self._lookups.num_late == 0 else False
+        now, may_ask = self._clock(), self._lookups.num_late == 0
+        found = self._known.look_up(keys, now)
+        for at, key in enumerate(keys) if None in found else ():
+            if found[at] is None:
+                lookup = self._lookups.get(key)
+                may_come = may_ask if lookup is None else now < lookup.deadline
+                found[at] = None if may_come else False
+        return found
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         if self.is_awaited():
@@ -226,7 +222,7 @@ class SharedTier(IOTier):
             )
             absent = [key for key, is_there in zip(lookup.keys, found.there, strict=True) if not is_there]
             if not lookup.is_late:  # else some rounds were skipped
-                evicted = [key for key in absent if self._known.was_there(key)]
+                evicted = list(self._known.were_there(absent))
                 self._record_absent(absent, MissReason.NEVER_STORED)
                 self._record_absent(evicted, MissReason.EVICTED)
 
@@ -284,8 +280,8 @@ class SharedTier(IOTier):
         if not self.takes_rows():
             self._record_refused(keys)
             return []
-        busy, is_stored = self._writing | self._deleting | self._reading.keys(), self._known.was_there
-        missing = [key for key in keys if key not in busy and not is_stored(key)]
+        held = self._writing | self._deleting | self._reading.keys() | self._known.were_there(keys)
+        missing = [key for key in keys if key not in held]
         wanted = self._within_bounds(missing)
         self._record_refused(missing[len(wanted) :])
         positions = job.positions_of(wanted)
@@ -293,8 +289,8 @@ class SharedTier(IOTier):
             self._writing.update(wanted)
             self._last_progress = now = self._clock()
             if self.row_bytes >= _LARGE_ROW:
-                sure = self._known.was_just_absent
-                job.may_exist = frozenset(at for at in positions if not sure(job.keys[at], now))
+                absent = self._known.were_just_absent(wanted, now)
+                job.may_exist = frozenset([at for at in positions if job.keys[at] not in absent])
             self._submit(job, positions)
         return positions
 
