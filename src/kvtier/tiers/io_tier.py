@@ -226,13 +226,14 @@ class IOTier(Tier):
                 return opened
 
     def _await_namespace(self, namespace: Callable[[], str | None]) -> str:
-        """Wait until the namespace is known. On an I/O thread."""
-        self._lacks_namespace = True
-        try:
-            self._await(lambda: namespace() is not None)
-        finally:
-            self._lacks_namespace = False
-        return namespace() or ""
+        """Wait until the namespace is known, and return it. On an I/O thread."""
+        while (name := namespace()) is None:
+            self._lacks_namespace = True  # only now: `wait_open` does not wait for it
+            try:
+                self._await(lambda: namespace() is not None)
+            finally:
+                self._lacks_namespace = False
+        return name
 
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds. On an I/O thread."""

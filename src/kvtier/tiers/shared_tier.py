@@ -41,10 +41,11 @@ _LARGE_ROW = 64 << 10
 
 
 class _OpenedServer(NamedTuple):
-    """A backend whose server has answered, and the memory that it was given."""
+    """A backend whose server has answered, the memory that it was given, and the namespace of the rows."""
 
     backend: Backend
     memory: memoryview | None
+    namespace: str
 
 
 class SharedTier(IOTier):
@@ -86,7 +87,6 @@ class SharedTier(IOTier):
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
         self._num_threads, self._sparse_groups = threads, sparse_groups
         self._memory: memoryview | None = None
-        self._is_named = False  # the namespace is known
         self._server, self._is_logged = place, False
         self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # lookups from before it was open
         self._suffix = ""  # of the last reset
@@ -103,12 +103,6 @@ class SharedTier(IOTier):
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def is_open(self) -> bool:
-        return self._io.backend is not None and self._is_named
-
-    def lacks_namespace(self) -> bool:
-        return self._io.backend is not None and not self._is_named
-
     def set_buffer(self, buffer: RowBuffer) -> None:
         super().set_buffer(buffer)
         if buffer.memory is None:
@@ -123,29 +117,26 @@ class SharedTier(IOTier):
         self._begin_opening(lambda: self._open_once(opened.pop() if opened else None), self._use)
 
     def _open_once(self, backend: Backend | None = None) -> _OpenedServer:
-        """Open the backend, unless it is open, and tell it which memory holds the rows. On an I/O thread."""
+        """Open the backend, unless it is open, and tell it which memory holds the rows; await the namespace.
+
+        On an I/O thread.
+        """
         memory = self._memory
         backend = _with_memory(backend or self._open_backend(), memory)
         self._releases.add(backend.close)
-        return _OpenedServer(backend, memory)
+        return _OpenedServer(backend, memory, self._await_namespace(self._namespace))
 
     def _use(self, opened: _OpenedServer) -> None:
+        """Take over what was opened, and ask what was to be asked once the tier is open."""
         if opened.memory is not self._memory:  # the memory was set meanwhile
             self._lend_again(opened.backend)
-        else:
-            self._io.backend = opened.backend
-            self._take_name()
-
-    def _take_name(self) -> None:
-        """Take the namespace if it is known now, and ask what was to be asked once the tier is open."""
-        if not self._is_named and (namespace := self._namespace()) is not None:
-            self._is_named = True
-            self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
-        if self.is_open():
-            self._log_server()
-            unasked, self._unasked = self._unasked, []
-            for keys, deadline in unasked:
-                self.ask(keys, deadline)
+            return
+        self._io.backend = opened.backend
+        self._scope = SealScope(opened.namespace, suffix=self._suffix, seal_key=self._seal_key)
+        self._log_server()
+        unasked, self._unasked = self._unasked, []
+        for keys, deadline in unasked:
+            self.ask(keys, deadline)
 
     def _log_server(self) -> None:
         if not self._is_logged:
@@ -160,7 +151,6 @@ class SharedTier(IOTier):
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         if not self.is_open():  # an idle engine does not poll: it may be open by now
             self._take_opened()
-            self._take_name()
         if not self._is_readable():
             return [None if self.is_awaited() else False] * len(keys)
         now, may_ask = self._clock(), self._lookups.num_late == 0
@@ -296,10 +286,7 @@ class SharedTier(IOTier):
 
     def poll(self) -> list[TierResult]:
         self._look_after_lookups()
-        results = super().poll()
-        if not self.is_open():
-            self._take_name()
-        return results
+        return super().poll()
 
     # -- outcomes of rows --------------------------------------------------------------------------
 
