@@ -233,7 +233,7 @@ class SlotLease:
         if self._left is None and positions is None:
             self._left = set()
             return self.keys, self.spec
-        left, spec = self.left, self.spec
+        left, spec = self.left if self._left is None else self._left, self.spec
         taken = sorted(left if positions is None else positions)
         if not left.issuperset(taken):
             raise InputError(f"lease: expected positions that are left ({len(left)}), got {taken}")
