@@ -14,9 +14,10 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import accumulate
+from typing import Any
 
 from kvtier.errors import InputError
 
@@ -41,6 +42,21 @@ class Metric:
     kind: MetricKind
     text: str
     buckets: tuple[float, ...] = ()
+
+
+def counter(text: str) -> Any:
+    """Return a field of a dataclass: a total so far, and the text of its metric."""
+    return field(default=0, metadata={"kind": MetricKind.COUNTER, "text": text})
+
+
+def gauge(text: str) -> Any:
+    """Return a field of a dataclass: a value now, and the text of its metric."""
+    return field(metadata={"kind": MetricKind.GAUGE, "text": text})
+
+
+def texts_of(stats: type, kind: MetricKind) -> dict[str, str]:
+    """Return the texts of a dataclass's counters or gauges, by the names of their fields."""
+    return {one.name: one.metadata["text"] for one in fields(stats) if one.metadata.get("kind") is kind}
 
 
 class Histogram:

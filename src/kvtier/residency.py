@@ -6,7 +6,7 @@ Every part that holds chunks reports its changes as `OffloadingEvent`, and the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -68,9 +68,13 @@ class BoundedKeyMap(Generic[V]):
     holes. One thread at a time.
     """
 
+    get: Callable[[OffloadKey], V | None]
+    """Return the last value of a key; `None` if there is none or it was trimmed. This is the dict's own."""
+
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._values: dict[OffloadKey, V] = {}
+        self.get = self._values.get
 
     def __len__(self) -> int:
         return len(self._values)
@@ -92,10 +96,6 @@ class BoundedKeyMap(Generic[V]):
         if excess > self._limit // 8:
             for key in list(islice(self._values, excess)):
                 del self._values[key]
-
-    def get(self, key: OffloadKey) -> V | None:
-        """Return the last value of a key; `None` if there is none or it was trimmed."""
-        return self._values.get(key)
 
     def clear(self) -> None:
         """Remove all keys."""

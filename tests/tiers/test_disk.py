@@ -360,6 +360,24 @@ def test_a_reset_before_it_is_open(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_start_waits_for_the_tier_if_the_namespace_is_known(tmp_path: Path) -> None:
+    """While the opening thread asked for a name that was known, the tier counted as waiting for it."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def namespace() -> str:
+        is_asked.set()
+        may_answer.wait(PATIENCE)
+        return "model"
+
+    tier = make_tier(tmp_path, namespace=namespace)
+    assert is_asked.wait(PATIENCE)
+    assert not tier.lacks_namespace()
+    may_answer.set()
+    assert tier.wait_open(PATIENCE)
+    assert tier.is_open()
+    tier.close()
+
+
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_a_reset_before_the_folder_is_locked_is_for_good(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch

@@ -124,7 +124,7 @@ def test_a_server_that_is_not_there_is_done_without(caplog: pytest.LogCaptureFix
     assert isinstance(manager, TieredOffloadingManager)
     (stats,) = manager.tier_stats()
     assert "Connection refused" in stats.state
-    assert manager.combined_lookup.lookup_many(keys(1, 2), ReqContext()) == [False, False]
+    assert manager.promotions.lookup_many(keys(1, 2), ReqContext()) == [False, False]
     assert caplog.text.count("running without it") == 1
     manager.shutdown()
     spec.shutdown()

@@ -329,7 +329,7 @@ def test_only_unknown_chunks_are_looked_up() -> None:
     disk, far = tiered.tiers
     disk.held = set(keys(1, 2))
     far.held, far.unknown = set(keys(1, 2, 3, 4)), set(keys(1, 2, 3, 4, 5))
-    combined, waits = tiered.manager.combined_lookup, tiered.manager.waits
+    combined, waits = tiered.manager.promotions, tiered.manager.waits
     assert combined.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
     assert combined.lookup_prefix(keys(1, 2, 3), context()) is None
     assert combined.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2

@@ -593,6 +593,39 @@ def test_slow_readers_of_snapshots_do_not_keep_others_waiting(
         assert made.stats().stalled <= 2
 
 
+def test_a_reader_that_stops_keeps_others_waiting_no_longer_for_a_large_state(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers had the time for the whole state, however little they had read of it by then."""
+    monkeypatch.setattr("kvtier.events.publish.sender._SHARED_FOR", 0.0)
+    monkeypatch.setattr("kvtier.events.publish.sender._USED_BYTES", 0)
+    monkeypatch.setattr("kvtier.events.publish.sender._READ_RATE", 1 << 16)  # 18 MB: minutes
+    with publisher(buffer_steps=1, **PLAIN) as made:
+        publish_large(made, 1800)
+        sender = made._loop.sender
+        reader = client.open(zmq.DEALER, made.replay_endpoint)
+        clock = [100.0]
+        sender.clock = lambda: clock[0]
+        stopped = []
+        for number in range(2):
+            stopped.append(client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096))
+            stopped[-1].send_multipart([b"", b"snapshot"])
+            wait_until(lambda number=number: made.stats().snapshots == number + 1, "a snapshot")
+            wait_until(lambda: not sender.is_making_snapshot, "all of it")
+            made.publish(batch(stored([number + 1])))
+            made.check()
+        reader.send_multipart([b"", b"snapshot"])
+        wait_until(lambda: made.stats().sessions == 3, "the session")
+        made.check()
+        assert made.stats().snapshots == 2, "no reader is too slow yet"
+        clock[0] += 120.0
+        wait_until(lambda: made.stats().snapshots == 3, "another snapshot")
+        messages = []
+        while (frames := receive(reader))[-2] != END:
+            messages.append((0, frames[-1]))
+        assert len(consume(messages).held) == 1802
+
+
 def test_small_snapshots_that_are_read_slowly_may_be_many(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

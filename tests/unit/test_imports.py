@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors"},
     "index": {"errors", "events", "keys", "metrics"},
     "transfer": BELOW_TRANSFER | {"native"},
-    "tiers": BELOW_TRANSFER,
+    "tiers": BELOW_TRANSFER | {"metrics"},
     "offload": BELOW_OFFLOAD,
     "connector": BELOW_CONNECTOR,
     "engine": BELOW_ENGINE,

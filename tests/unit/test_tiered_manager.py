@@ -15,7 +15,7 @@ from kvtier.residency import MissReason
 def test_asking_starts_nothing_and_a_step_does() -> None:
     tiered = Tiered()
     tiered.tier.held = set(keys(1, 2, 3))
-    combined = tiered.manager.combined_lookup
+    combined = tiered.manager.promotions
     assert combined.lookup_prefix(keys(1, 2, 3, 4), context()) == 3
     assert combined.lookup_many(keys(3, 4), context()) == [True, False]
     assert tiered.ready(1, 2, 3) == [False] * 3, "the pool has none of it"
@@ -66,7 +66,7 @@ def test_a_row_is_promoted_once_for_all_requests_that_wait() -> None:
     tiered.tier.held = set(keys(1, 2, 3))
     tiered.promote(1, 2, name="a")
     first = tiered.submit()
-    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2, 3), context("b")) == 3
+    assert tiered.manager.promotions.lookup_prefix(keys(1, 2, 3), context("b")) == 3
     tiered.promote(1, 2, 3, name="b")
     second = tiered.submit()
     assert first is not None
@@ -197,7 +197,7 @@ def test_the_first_tier_that_has_a_row_gives_it() -> None:
     tiered = Tiered(num_tiers=2)
     disk, distant = tiered.tiers
     disk.held, distant.held = set(keys(1)), set(keys(1, 2))
-    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2), context()) == 2
+    assert tiered.manager.promotions.lookup_prefix(keys(1, 2), context()) == 2
     costs = tiered.manager.promotions.costs(keys(1, 2))
     assert [(cost.tier, cost.num_bytes) for cost in costs] == [("disk", ROW), ("object", ROW)]
     tiered.promote(1, 2)
@@ -237,7 +237,7 @@ def test_nothing_from_before_a_reset_comes_back() -> None:
     tiered.tier.finish(job.job_id, 2)  # it was read before, and says so after
     tiered.poll()
     assert tiered.ready(1, 2, 8) == [False] * 3
-    assert tiered.manager.combined_lookup.lookup_prefix(keys(1, 2, 3), context()) == 0
+    assert tiered.manager.promotions.lookup_prefix(keys(1, 2, 3), context()) == 0
     assert tiered.pool.num_free == tiered.num_slots
     tiered.manager.reset_cache()
     assert len(set(tiered.tier.suffixes)) == 2, "every reset has a suffix of its own"

@@ -158,7 +158,7 @@ class Play:
     def promote(self) -> None:
         name = f"r{self.random.randrange(5)}"
         chunks, manager = self.some(12), self.tiered.manager
-        hits = manager.combined_lookup.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
+        hits = manager.promotions.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
         if hits and not self.is_waiting(name):
             self.names.add(name)
             whole = self.random.random() < 0.2

@@ -291,7 +291,7 @@ class PromotionDecision:
         manager: TieredOffloadingManager,
     ) -> None:
         self._settings, self._geometry = settings, geometry
-        self._cost, self._prefill, self._manager = cost, prefill, manager
+        self._cost, self._prefill, self.manager = cost, prefill, manager
         self._promotions, self._waits = manager.promotions, manager.waits
         self._learnt: set[str] = set()
         self._times = 0
@@ -315,7 +315,7 @@ class PromotionDecision:
         wait = self._waits.open(state.context, state.num_chunks)
         if wait is None:
             return False
-        there = match_prefix(self._geometry, self._manager.combined_lookup, state, limit)
+        there = match_prefix(self._geometry, self._promotions, state, limit)
         if there.pending and not wait.is_looked_up and self._begin_lookup(state, wait, there, limit):
             return True
         if there.end <= here.end:
@@ -443,16 +443,16 @@ class PromotionDecision:
 
     def _recall_estimates(self) -> None:
         """Begin with the estimates that an earlier process has learnt, unless this one knows better."""
-        if len(self._learnt) == len(self._manager.tiers):
+        if len(self._learnt) == len(self.manager.tiers):
             return
-        for tier in self._manager.tiers:
+        for tier in self.manager.tiers:
             if tier.name not in self._learnt and (learnt := tier.learnt()):
                 self._learnt.add(tier.name)
                 self._cost.promotion_estimate(tier.name).recall(learnt.get("seconds_per_byte"))
 
     def keep_estimates(self) -> None:
         """Have the tiers keep the learnt estimates for a later process."""
-        for tier in self._manager.tiers:
+        for tier in self.manager.tiers:
             seconds = self._cost.promotion_estimate(tier.name).seconds_per_byte
             if seconds is not None:
                 self._learnt.add(tier.name)

@@ -6,53 +6,56 @@ Scheduler thread only; another thread that reads `ConnectorStats` may see old to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
 from kvtier.config import OffloadingConfig, format_size
 from kvtier.connector.audit import AuditJob, Audits
 from kvtier.connector.cost import CostModel
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob
-from kvtier.metrics import SECONDS, Histogram, Metric, MetricKind, Registry, Sample
+from kvtier.metrics import (
+    SECONDS,
+    Histogram,
+    Metric,
+    MetricKind,
+    Registry,
+    Sample,
+    counter,
+    texts_of,
+)
 from kvtier.offload.base import OffloadingManager
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.tiers.base import TierStats
 
 
-def _total(text: str) -> Any:
-    """Return a field of `ConnectorStats`: a total, and the text of its metric."""
-    return field(default=0, metadata={"text": text})
-
-
 @dataclass(slots=True)
 class ConnectorStats:
     """Totals since the start. Each is a metric, too."""
 
-    loads: int = _total("Loads from the pool that are over.")
-    loads_failed: int = _total("Loads that did not deliver everything, so that the engine recomputed it.")
-    load_bytes: int = _total("Bytes loaded, over all ranks.")
-    stores: int = _total("Stores to the pool that are over.")
-    stores_failed: int = _total("Stores that did not deliver everything.")
-    store_bytes: int = _total("Bytes stored, over all ranks.")
-    stored_chunks: int = _total("Chunks stored to the pool.")
-    unpacked_chunks: int = _total("Chunks that were not kept because they do not pack.")
-    waits: int = _total("Times that a request was asked to wait for a chunk on its way.")
-    not_worth: int = _total("Times that computing was expected to be faster than a load.")
-    flushes: int = _total("Stores that had to end before a step overwrote what they read.")
-    expired: int = _total("Transfers that were given up because not every worker reported them.")
-    audited_chunks: int = _total(
+    loads: int = counter("Loads from the pool that are over.")
+    loads_failed: int = counter("Loads that did not deliver everything, so that the engine recomputed it.")
+    load_bytes: int = counter("Bytes loaded, over all ranks.")
+    stores: int = counter("Stores to the pool that are over.")
+    stores_failed: int = counter("Stores that did not deliver everything.")
+    store_bytes: int = counter("Bytes stored, over all ranks.")
+    stored_chunks: int = counter("Chunks stored to the pool.")
+    unpacked_chunks: int = counter("Chunks that were not kept because they do not pack.")
+    waits: int = counter("Times that a request was asked to wait for a chunk on its way.")
+    not_worth: int = counter("Times that computing was expected to be faster than a load.")
+    flushes: int = counter("Stores that had to end before a step overwrote what they read.")
+    expired: int = counter("Transfers that were given up because not every worker reported them.")
+    audited_chunks: int = counter(
         "Chunks that were computed although they were kept, and compared with what was kept."
     )
-    audit_mismatches: int = _total("Chunks of them whose kept row was not the KV that was computed.")
-    namespace_departures: int = _total(
+    audit_mismatches: int = counter("Chunks of them whose kept row was not the KV that was computed.")
+    namespace_departures: int = counter(
         "Times that audits made this process drop everything and leave its namespace."
     )
-    asked_tokens: int = _total("Prompt tokens that the engine's own cache did not have.")
-    loaded_tokens: int = _total("Prompt tokens of them that were loaded instead of computed.")
-    weight_changes: int = _total("Times that a worker has found other weights in memory than before.")
-    saved_seconds: float = _total(
+    asked_tokens: int = counter("Prompt tokens that the engine's own cache did not have.")
+    loaded_tokens: int = counter("Prompt tokens of them that were loaded instead of computed.")
+    weight_changes: int = counter("Times that a worker has found other weights in memory than before.")
+    saved_seconds: float = counter(
         "Seconds of computing that loads have saved, estimated: less the seconds of the loads."
     )
 
@@ -90,7 +93,7 @@ class ConnectorStats:
                 self.saved_seconds += max(0.0, compute - explanation.load_seconds)
 
 
-_COUNTERS = {total.name: total.metadata["text"] for total in fields(ConnectorStats)}
+_COUNTERS = texts_of(ConnectorStats, MetricKind.COUNTER)
 _MISSES = {"misses": "Prompts by the reason why their first chunk that was computed was not loaded."}
 _POOL_COUNTERS = {
     "evictions": "Chunks that left the pool for others.",
@@ -114,27 +117,8 @@ _TRANSFER_TIMES = {
     "load_seconds": "Seconds that the slowest worker took to move the bytes of a load.",
     "store_seconds": "Seconds that the slowest worker took to move the bytes of a store.",
 }
-_TIER_COUNTERS = {
-    "promoted": "Rows that a tier has brought into the pool.",
-    "promoted_bytes": "Bytes of them.",
-    "demoted": "Rows that were written to a tier.",
-    "demoted_bytes": "Bytes of them.",
-    "dropped": "Rows that a tier had taken and did not write: withdrawn, reset, suspended or too late.",
-    "refused": "Rows that were offered to a tier and not taken: no room, or beyond the write limit.",
-    "evicted": "Rows that left a tier for others.",
-    "failed_checks": "Rows that did not have the bytes that were sealed.",
-    "failed": "Calls on a row that ended with an error.",
-    "late": "Rows that a tier did not move before their deadline.",
-    "questions": "Questions to a tier that does not know by itself what it holds, one for a prefix.",
-    "round_trips": "Round trips that these took.",
-}
-_TIER_GAUGES = {
-    "used_bytes": "Bytes of the rows that a tier holds; not shown for a server, which does not tell it.",
-    "capacity_bytes": "Bytes of the rows that an open tier has room for; not shown for a server.",
-    "queued_bytes": "Bytes that wait for a tier's I/O.",
-    "stuck": "Rows whose call has not returned although its time was over.",
-    "suspended": "1 while a tier gives or takes nothing because its calls failed or hung.",
-}
+_TIER_COUNTERS = texts_of(TierStats, MetricKind.COUNTER)
+_TIER_GAUGES = texts_of(TierStats, MetricKind.GAUGE)
 _TIER_TIMES = {
     "promote_seconds": "Seconds of I/O of rows that were promoted together.",
     "demote_seconds": "Seconds of I/O of rows that were demoted together.",

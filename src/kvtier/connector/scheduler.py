@@ -103,11 +103,10 @@ class OffloadingConnectorScheduler:
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
         self._prefill = PrefillQueue()
-        self._tiered = self.manager if isinstance(self.manager, TieredOffloadingManager) else None
         self._promotion: PromotionDecision | None = None
-        if self._tiered is not None:
+        if isinstance(self.manager, TieredOffloadingManager):
             self._promotion = PromotionDecision(
-                self._settings, self._geometry, self.cost, self._prefill, self._tiered
+                self._settings, self._geometry, self.cost, self._prefill, self.manager
             )
         self._load_decision = LoadDecision(
             self._settings,
@@ -133,16 +132,15 @@ class OffloadingConnectorScheduler:
             self._blocks.stale,
         )
         self._timer = StepTimer()
-        self._planned_loads: list[LoadJob] = []
-        self._to_hold: set[ReqId] = set()  # requests that have finished while stores read their blocks
+        self._orders = OffloadingConnectorMetadata()  # the part of the next step's that is known
         self._ended = KVConnectorOutput()  # the requests whose transfers ended since the last output
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
         self._events_to_take: list[KVCacheEvent] = []
         self._completed: list[OffloadKey] = []  # chunks of the stores that this step's output completed
         self._describe = describe
-        if self._tiered is not None:
-            self._describe_to_tiers(self._tiered)
+        if self._promotion is not None:
+            self._describe_to_tiers(self._promotion.manager)
         self._recompute = Recompute.ALL if self._geometry.sparse else spec.config.recompute
 
     def _describe_to_tiers(self, manager: TieredOffloadingManager) -> None:
@@ -224,7 +222,7 @@ class OffloadingConnectorScheduler:
             logger.warning("request %s: its load has failed before it began: %s", job.req_id, error)
             job.keys, job.void = [], True
         self._start(job)
-        self._planned_loads.append(job)
+        job.add_to(self._orders)
         for group in state.groups:
             group.next_store = max(group.next_store, end // group.geometry.chunk_size)
 
@@ -242,14 +240,13 @@ class OffloadingConnectorScheduler:
             if (state := self._requests.get(req_id)) is not None:
                 self._on_preempted(state)
         self._blocks.begin_step(step, self._requests)
-        meta = OffloadingConnectorMetadata(reqs_to_hold=self._to_hold)
-        loads, self._planned_loads, self._to_hold = self._planned_loads, [], set()
+        meta, self._orders = self._orders, OffloadingConnectorMetadata()
         meta.jobs_to_flush = self._jobs.stores_reading(self._blocks.handed_out)
         meta.jobs_to_end = self._jobs.end_orders(now)
         self.stats.flushes += len(meta.jobs_to_flush)
-        if self._tiered is not None:
-            self._tiered.begin_step()
-        for job in (*loads, *self._plan_stores(step)):
+        if self._promotion is not None:
+            self._promotion.manager.begin_step()
+        for job in self._plan_stores(step):
             job.add_to(meta)
         self._blocks.end_step()
         num_tokens = sum(step.num_scheduled_tokens.values())
@@ -261,8 +258,8 @@ class OffloadingConnectorScheduler:
         """Forget the blocks of a request: from now on fences protect those that stores still read."""
         self._jobs.release_blocks(state)
         state.next_offer = 0
-        if self._tiered is not None:
-            self._tiered.waits.forget(state.context)  # it may be looked up and promoted again
+        if self._promotion is not None:
+            self._promotion.manager.waits.forget(state.context)  # it may be looked up and promoted again
         state.audit, state.audit_tokens = range(0), 0
         state.may_load = True  # the request has run since its load failed, so this cannot repeat for ever
         for group in state.groups:
@@ -342,8 +339,7 @@ class OffloadingConnectorScheduler:
         """Record the chunks of a store for the event stream, while the request still exists."""
         if self._tracker.enabled:
             for group, positions in zip(state.groups, chunks, strict=True):
-                for key, position in positions.items():
-                    self._tracker.record_store(state.view, group.geometry, position, key)
+                self._tracker.record_stores(state.view, group.geometry, positions)
 
     # -- completing --------------------------------------------------------------------------------
 
@@ -361,8 +357,8 @@ class OffloadingConnectorScheduler:
             self._take_report(report)
         for job in self._jobs.expire(now):
             self._give_up(job)
-        if self._tiered is not None and self._promotion is not None:
-            self._tiered.end_step()
+        if self._promotion is not None:
+            self._promotion.manager.end_step()
             self._promotion.learn()
         if self._completed:
             self._translate_events()
@@ -540,7 +536,7 @@ class OffloadingConnectorScheduler:
             self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
         if state.load_job is None and state.store_jobs:
-            self._to_hold.add(request.request_id)
+            self._orders.reqs_to_hold.add(request.request_id)
         return state.load_job is not None or bool(state.store_jobs), None
 
     def reset_cache(self, kept_blocks: Iterable[int] | None = None) -> bool:
@@ -595,7 +591,7 @@ class OffloadingConnectorScheduler:
 
     def has_pending_push_work(self) -> bool:
         """Return whether the engine must keep stepping although it has no requests."""
-        return bool(self._jobs or self._to_hold) or self.manager.has_pending_work()
+        return bool(self._jobs or self._orders.reqs_to_hold) or self.manager.has_pending_work()
 
     def is_idle(self) -> bool:
         """Return whether there are no requests and no work that continues without them."""
@@ -603,7 +599,7 @@ class OffloadingConnectorScheduler:
 
     def describe_tiers(self) -> list[str]:
         """Describe in one line for each tier below the pool what it holds and has done since the start."""
-        return describe_tiers(self._tiered) if self._tiered is not None else []
+        return describe_tiers(self._promotion.manager) if self._promotion is not None else []
 
     def check(self) -> None:
         """Raise `IntegrityError` if jobs and requests disagree, or the manager is broken."""
@@ -617,7 +613,7 @@ class OffloadingConnectorScheduler:
 
         Returns `False` if no promotion is on its way.
         """
-        return self._tiered is not None and self._tiered.wait_any(timeout)
+        return self._promotion is not None and self._promotion.manager.wait_any(timeout)
 
     def shutdown(self) -> None:
         """Release the manager and the pool. Idempotent."""

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -111,6 +112,7 @@ class _Cleared(NamedTuple):
     shared: dict[tuple[str, int], dict[bytes, int]]
 
 
+_get_extra_keys = attrgetter("extra_keys")
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_KeptChunk)
 
 
@@ -138,8 +140,21 @@ class OffloadingEventsTracker:
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
         """Record the content of the `offload_block_idx`-th chunk of a request, whose store is planned."""
-        if self._describe is not None and not group_config.is_windowed:
-            self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
+        self.record_stores(req, group_config, {offload_key: offload_block_idx})
+
+    def record_stores(self, req: _Request, group: ChunkGroup, chunks: Mapping[OffloadKey, int]) -> None:
+        """Record the content of chunks of a request, by key and position, whose stores are planned."""
+        if self._describe is None or group.is_windowed:
+            return
+        runs: list[tuple[int, list[OffloadKey]]] = []
+        for key, position in chunks.items():
+            if runs and position == runs[-1][0] + len(runs[-1][1]):
+                runs[-1][1].append(key)
+            else:
+                runs.append((position, [key]))
+        for first, keys in runs:
+            described = _chunks_of(self._describe, req, group, first, len(keys))
+            self._planned.update(zip(keys, described, strict=True))
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
         """Forget the chunks among these whose store has failed."""
@@ -181,7 +196,7 @@ class OffloadingEventsTracker:
                     self._recall(event.keys, event.descriptions)
                 if self._cleared:
                     announced += self._remove_cleared_blocks(event)
-                announced += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
+                announced += _announce(self._settle(event.keys, event.medium), event.medium)
         if self._held:
             for key in removed:  # only now: a chunk that left one medium may have arrived in another
                 if key in self._held and not _media(self._held[key]):
@@ -220,29 +235,34 @@ class OffloadingEventsTracker:
                 if chunk is not None and _is_of(chunk, key):
                     self._planned[key] = chunk
 
-    def _settle(self, key: OffloadKey, medium: str) -> _Chunk:
-        """Keep the description of a chunk that `medium` holds now.
+    def _settle(self, keys: Sequence[OffloadKey], medium: str) -> list[_Chunk]:
+        """Keep the descriptions of chunks that `medium` holds now.
 
-        Return it without blocks held there before.
+        Return the chunks without blocks held there before.
         """
-        planned, chunk = self._planned.pop(key, None), self._held.get(key)
-        if chunk is None or chunk.block_size == 0:  # else another medium relies on the description
-            media = () if chunk is None else chunk.media
-            chunk = planned or chunk or _undescribed(key)
-            if chunk is planned:
-                chunk.undescribed_in = media
-        if self.enabled:
-            self._held[key] = chunk
-            if medium not in chunk.media:
-                chunk.media += (medium,)
-                return _tail(chunk, self._share(chunk, medium))
-        return chunk
+        settled = []
+        for key in keys:
+            planned, chunk = self._planned.pop(key, None), self._held.get(key)
+            if chunk is None or chunk.block_size == 0:  # else another medium relies on the description
+                media = () if chunk is None else chunk.media
+                chunk = planned or chunk or _undescribed(key)
+                if chunk is planned:
+                    chunk.undescribed_in = media
+            if self.enabled:
+                self._held[key] = chunk
+                if medium not in chunk.media:
+                    chunk.media += (medium,)
+                    if len(chunk.hashes) > 1:
+                        chunk = _tail(chunk, self._share(chunk, medium))
+            settled.append(chunk)
+        return settled
 
     def _share(self, chunk: _Chunk, medium: str) -> int:
         """Count a chunk's blocks. Return how many of its first blocks other chunks of this medium have."""
         counts = self._shared.setdefault((medium, chunk.group), {})
         held = [counts.get(block_hash, 0) for block_hash in chunk.hashes[:-1]]
-        counts.update((block_hash, count + 1) for block_hash, count in zip(chunk.hashes, held, strict=False))
+        for block_hash, count in zip(chunk.hashes, held, strict=False):
+            counts[block_hash] = count + 1
         return held.index(0) if 0 in held else len(held)
 
     @staticmethod
@@ -283,7 +303,7 @@ class OffloadingEventsTracker:
                 if chunk is not None:
                     chunk.undescribed_in = _without(chunk.undescribed_in, event.medium)
             else:
-                hashes += self._unshare(chunk, shared[event.medium, chunk.group])
+                hashes += self._unshare(chunk, shared.get((event.medium, chunk.group), {}))
                 chunk.media = _without(chunk.media, event.medium)
             if held is not self._held and chunk is not None and not _media(chunk):
                 del held[key]
@@ -320,26 +340,32 @@ class OffloadingEventsTracker:
             raise IntegrityError("events tracker: the blocks of the chunks that are held are miscounted")
 
 
-def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) -> _Chunk:
-    """Describe a request's `index`-th chunk."""
-    per_chunk, size = group.hashes_per_chunk, group.block_size * group.blocks_per_chunk
-    per_block = per_chunk // group.blocks_per_chunk  # the last of its hashes names a block
-    first, hashes = index * per_chunk, req.block_hashes
-    description = describe(req, index * size, (index + 1) * size, group.block_size)
-    extra = description.extra_keys
-    chunk = _Chunk(
-        hashes=tuple(hashes[first + per_block - 1 : first + per_chunk : per_block]),
-        parent=hashes[first - 1] if first else None,
-        tokens=array(_TOKEN_TYPE, description.token_ids).tobytes(),
-        block_size=group.block_size,
-        group=group.index,
-        lora_id=description.lora_id,
-        lora_name=description.lora_name,
-        extra_keys=tuple(extra) if extra is not None and any(extra) else None,
-        is_state=group.is_state,
-    )
-    # Between the blocks of a chunk there is no state.
-    return _tail(chunk, len(chunk.hashes) - 1) if group.is_state else chunk
+def _chunks_of(describe: Describe, req: _Request, group: ChunkGroup, first: int, count: int) -> list[_Chunk]:
+    """Describe `count` chunks of a request, from its `first`-th on."""
+    per_chunk, num_blocks = group.hashes_per_chunk, group.blocks_per_chunk
+    size, per_block = group.block_size * num_blocks, per_chunk // num_blocks
+    description = describe(req, first * size, (first + count) * size, group.block_size)
+    tokens = array(_TOKEN_TYPE, description.token_ids)
+    hashes, extra = req.block_hashes, description.extra_keys or ()
+    chunks = []
+    for at in range(count):
+        start = (first + at) * per_chunk
+        own = tuple(extra[at * num_blocks : (at + 1) * num_blocks])
+        chunk = _Chunk(
+            # The last of a block's hashes names it.
+            hashes=tuple(hashes[start + per_block - 1 : start + per_chunk : per_block]),
+            parent=hashes[start - 1] if start else None,
+            tokens=tokens[at * size : (at + 1) * size].tobytes(),
+            block_size=group.block_size,
+            group=group.index,
+            lora_id=description.lora_id,
+            lora_name=description.lora_name,
+            extra_keys=own if any(own) else None,
+            is_state=group.is_state,
+        )
+        # Between the blocks of a chunk there is no state.
+        chunks.append(_tail(chunk, num_blocks - 1) if group.is_state else chunk)
+    return chunks
 
 
 def _encode(chunk: _Chunk | None) -> bytes:
@@ -420,17 +446,15 @@ def _announce(chunks: Iterable[_Chunk], medium: str) -> Iterator[BlockStored]:
     """Announce chunks as stored; consecutive chunks share an event."""
     run: list[_Chunk] = []
     for chunk in chunks:
-        if run and not _follows(chunk, run[-1]):
-            yield _stored(run, medium)
-            run = []
+        if run:
+            last = run[-1]
+            follows = chunk.parent == last.hashes[-1] and chunk.group == last.group
+            if not follows or chunk.block_size != last.block_size:
+                yield _stored(run, medium)
+                run = []
         run.append(chunk)
     if run:
         yield _stored(run, medium)
-
-
-def _follows(chunk: _Chunk, other: _Chunk) -> bool:
-    same_kind = (chunk.group, chunk.block_size) == (other.group, other.block_size)
-    return chunk.parent == other.hashes[-1] and same_kind
 
 
 def _stored(run: list[_Chunk], medium: str) -> BlockStored:
@@ -439,7 +463,7 @@ def _stored(run: list[_Chunk], medium: str) -> BlockStored:
     for chunk in run:
         tokens.frombytes(chunk.tokens)
     extra = None
-    if any(chunk.extra_keys is not None for chunk in run):
+    if any(map(_get_extra_keys, run)):
         extra = [keys for chunk in run for keys in chunk.extra_keys or (None,) * len(chunk.hashes)]
     return BlockStored(
         block_hashes=[block_hash for chunk in run for block_hash in chunk.hashes],

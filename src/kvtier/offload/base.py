@@ -219,19 +219,27 @@ class SlotLease:
         """Take over what `prepare_load` or `prepare_store` gave: `spec` has the slots, in key order."""
         self._manager = manager
         self.keys, self.spec = keys, spec
-        self._left: set[int] | None = None  # the positions that are left, once some were given back
+        self._left: set[int] | None = None
+
+    @property
+    def left(self) -> set[int]:
+        """The positions that were not given back yet, always the same set."""
+        if self._left is None:
+            self._left = set(range(len(self.keys)))
+        return self._left
 
     def _take(self, positions: Iterable[int] | None) -> tuple[list[OffloadKey], LoadStoreSpec | None]:
         """Take positions out of the lease, and return their keys and slots."""
         if self._left is None and positions is None:
             self._left = set()
             return self.keys, self.spec
-        left = set(range(len(self.keys))) if self._left is None else self._left
+        left, spec = self.left if self._left is None else self._left, self.spec
         taken = sorted(left if positions is None else positions)
         if not left.issuperset(taken):
             raise InputError(f"lease: expected positions that are left ({len(left)}), got {taken}")
-        self._left = left.difference(taken)
-        spec = self.spec
+        left.difference_update(taken)
+        if len(taken) == len(self.keys):
+            return self.keys, spec
         part = type(spec)(spec.block_ids[taken]) if isinstance(spec, BlockIDsLoadStoreSpec) else None
         return [self.keys[position] for position in taken], part
 

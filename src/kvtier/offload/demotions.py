@@ -17,11 +17,10 @@ from itertools import islice
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST
+from kvtier.offload.base import NO_REQUEST, ReadLease
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.residency import MissReason
 from kvtier.tiers.base import Direction, RowJob, Tier, TierResult
-from kvtier.transfer.base import CPULoadStoreSpec
 
 DescribeChunks = Callable[[Sequence[OffloadKey]], Callable[[int], bytes]]
 """Takes chunks and returns a function that gives, for a chunk's number among them, its description in the
@@ -60,7 +59,7 @@ class Demotions:
 
         A plain dict is slow to find its first key once many before it are deleted.
         """
-        self._jobs: dict[RowJob, Tier] = {}  # the jobs that are not over, oldest first
+        self._jobs: dict[RowJob, tuple[Tier, ReadLease]] = {}  # the jobs that are not over, oldest first
         self._newest = 0
         self.describe: DescribeChunks = lambda keys: lambda at: b""
         self.unwritten = 0
@@ -104,7 +103,7 @@ class Demotions:
 
     def _num_submitted(self, tier: Tier) -> int:
         """Count the rows that are pinned for a tier's jobs."""
-        return sum(len(job.lent) for job, theirs in self._jobs.items() if theirs is tier)
+        return sum(len(job.lent) for job, (theirs, _) in self._jobs.items() if theirs is tier)
 
     def _submit(self, tier: Tier, keys: list[OffloadKey]) -> None:
         ready = self._pool.demotable(keys)
@@ -115,6 +114,7 @@ class Demotions:
 
     def _start(self, tier: Tier, ready: list[OffloadKey], tenant: str) -> None:
         spec = self._pool.prepare_load(ready, NO_REQUEST)
+        lease = ReadLease(self._pool, ready, spec)
         self._newest -= 1
         job = RowJob(
             self._newest,
@@ -125,10 +125,11 @@ class Demotions:
             self.describe(ready),
             tenant,
         )
-        self._jobs[job] = tier
+        job.lent = lease.left
+        self._jobs[job] = tier, lease
         taken = tier.demote(job)
         if len(taken) < len(job):
-            self._unpin(job, sorted(job.lent.difference(taken)))
+            self._unpin(job, job.lent.difference(taken))
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Demotions:
         self._progress = self._clock()
         job = result.job
         if not result.in_use:
-            tier = self._jobs[job]
+            tier, _ = self._jobs[job]
             self._unpin(job, result.positions)
             if MissReason.SUSPENDED in (result.outcome, job.given_up):
                 self.offer(tier, result.keys)
@@ -156,7 +157,7 @@ class Demotions:
         A row on its way into several tiers is withdrawn from each of them.
         """
         still_read: set[int] = set()  # the slots of rows that only some of their tiers have given back
-        for job, tier in reversed(list(self._jobs.items())):
+        for job, (tier, _) in reversed(list(self._jobs.items())):
             if count <= 0:
                 return
             is_next = [slot in still_read for slot in job.slots.tolist()]
@@ -168,11 +169,9 @@ class Demotions:
             still_read.update(read)
             count -= len(withdrawn) - len(read)
 
-    def _unpin(self, job: RowJob, positions: list[int]) -> None:
+    def _unpin(self, job: RowJob, positions: Iterable[int]) -> None:
         """Unpin rows that a tier is done with."""
-        if positions:
-            self._pool.complete_load(job.keys_at(positions), CPULoadStoreSpec(job.slots_at(positions)))
-        job.lent.difference_update(positions)
+        self._jobs[job][1].release(positions)
         if not job.lent:
             del self._jobs[job]
 

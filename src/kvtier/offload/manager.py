@@ -229,13 +229,12 @@ class CPUOffloadingManager(OffloadingManager):
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         self._drop(self._table.held(_as_list(keys)), reason)
 
-    def abandon_store(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
+    def abandon_store(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Make chunks absent whose store has failed, while a call may still write their slots.
 
         The slots become free with `complete_store`. A key that has another slot by now is left alone. The
         reasons remembered for the absent keys do not change.
         """
-        slots = spec.block_ids
         self._drop(slots[self._table.find(keys) == slots], None)
 
     def _drop(self, slots: Slots, reason: MissReason | None) -> None:

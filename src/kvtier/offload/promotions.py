@@ -16,14 +16,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, takewhile
+from itertools import compress, islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import NO_REQUEST, PrepareStoreOutput, ReadLease, ReqContext
+from kvtier.offload.base import (
+    NO_REQUEST,
+    ChunkLookup,
+    PrepareStoreOutput,
+    ReadLease,
+    ReqContext,
+    WriteLease,
+)
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.policies import Slots
 from kvtier.residency import MissReason
@@ -32,6 +39,8 @@ from kvtier.transfer.base import CPULoadStoreSpec
 
 _SHARE = 2
 """Promotions may take one slot in this many; the other slots are for computed chunks."""
+_LOOKED_UP_FIRST = 32
+"""The number of chunks of a prefix that are looked up at first. It doubles each time that all are found."""
 
 
 class TierCost(NamedTuple):
@@ -105,6 +114,7 @@ class _PromotionJob(RowJob):
     """A job of one tier, the requests that want its rows, and its measurements."""
 
     tier: Tier
+    lease: WriteLease
     started: float
     ahead_bytes: int
     wanted_by: dict[PromotionRequest, None] = field(default_factory=dict)
@@ -119,10 +129,12 @@ Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
 """Takes pool slots for the keys that the pool does not hold."""
 
 
-class Promotions:
+class Promotions(ChunkLookup):
     """Promotes rows from `tiers` into slots that `reserve` gives.
 
-    A row comes from the first tier that has it.
+    A row comes from the first tier that has it. As a `ChunkLookup` it finds chunks that can be loaded from
+    the pool or, after a promotion, from a tier. `None` means that the chunk is being stored in the pool, or
+    that a tier that could be asked may have it.
     """
 
     def __init__(
@@ -145,6 +157,33 @@ class Promotions:
         self._times: list[TierTime] = []
 
     # -- asking ------------------------------------------------------------------------------------
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        found = self._pool.lookup_many(keys, req_context)
+        for index in [index for index, is_ready in enumerate(found) if is_ready is None]:
+            if keys[index] in self._arriving:
+                found[index] = True
+        absent = [index for index, is_ready in enumerate(found) if is_ready is False]
+        for tier in self._tiers:
+            left = [index for index in absent if not found[index]]
+            for index, is_held in zip(left, tier.lookup_many([keys[index] for index in left]), strict=True):
+                if is_held is not False:
+                    found[index] = is_held
+        return found
+
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
+    ) -> int | None:
+        """Count the leading keys that can be loaded. Keys far behind the first gap are not looked up."""
+        hits, size = self._pool.lookup_prefix(keys, req_context, wait=False) or 0, _LOOKED_UP_FIRST
+        while hits < len(keys):
+            found = self.lookup_many(list(islice(keys, hits, hits + size)), req_context)
+            for is_there in found:
+                if not is_there:
+                    return None if is_there is None and wait else hits
+                hits += 1
+            size *= 2
+        return hits
 
     def is_promoting(self, key: OffloadKey) -> bool:
         """Return whether a row is on its way."""
@@ -224,7 +263,8 @@ class Promotions:
         wanted = wanted[: self._room()]
         taken, slots = self._take_slots(request, wanted, set(absent))
         if request.whole and len(taken) < len(absent):
-            self._free(taken, slots)
+            self._pool.abandon_store(taken, slots)
+            WriteLease(self._pool, taken, CPULoadStoreSpec(slots)).abandon()
             request.miss(absent, MissReason.NO_ROOM)
             return
         if len(taken) < len(absent):
@@ -256,16 +296,19 @@ class Promotions:
             if not positions:
                 continue
             self._newest += 1
+            theirs, spec = [keys[at] for at in positions], CPULoadStoreSpec(slots[positions])
             job = _PromotionJob(
                 self._newest,
                 Direction.PROMOTE,
-                [keys[at] for at in positions],
-                slots[positions],
+                theirs,
+                spec.block_ids,
                 now + request.io_seconds,
                 tier=tier,
+                lease=WriteLease(self._pool, theirs, spec),
                 started=now,
                 ahead_bytes=tier.promotion_bytes,
             )
+            job.lent = job.lease.left
             self._jobs.add(job)
             self._arriving.update(dict.fromkeys(job.keys, job))
             tier.promote(job)
@@ -276,36 +319,33 @@ class Promotions:
         for job in {self._arriving[key] for key in keys}:
             job.wanted_by[request] = None
 
-    def _free(self, keys: list[OffloadKey], slots: Slots) -> None:
+    def _free(self, job: _PromotionJob, positions: list[int]) -> None:
         """Give back slots that no call writes, and make their chunks absent."""
-        spec = CPULoadStoreSpec(slots)
-        self._pool.abandon_store(keys, spec)
-        self._pool.complete_store(keys, success=False, spec=spec)
+        self._pool.abandon_store(job.keys_at(positions), job.slots_at(positions))
+        job.lease.abandon(positions)
 
     # -- results -----------------------------------------------------------------------------------
 
     def take_result(self, result: TierResult) -> None:
         """Process a result for some rows of a job."""
-        job, keys = result.job, result.keys
+        job, keys, positions = result.job, result.keys, result.positions
         if not isinstance(job, _PromotionJob):
             raise IntegrityError(f"promotions: expected a result of their own job, got one of {job.job_id}")
-        slots = job.slots_at(result.positions)
         job.seconds += result.seconds
         if result.returned:
-            self._pool.complete_store(keys, success=False, spec=CPULoadStoreSpec(slots))
+            job.lease.abandon(positions)
         elif result.outcome is None:
             job.num_arrived += len(keys)
-            self._pool.complete_store(keys, spec=CPULoadStoreSpec(slots))
+            job.lease.commit(positions)
             self._deliver(job, keys)
         else:
             job.is_late |= result.outcome is MissReason.TOO_SLOW
             if result.in_use:
-                self._pool.abandon_store(keys, CPULoadStoreSpec(slots))
+                self._pool.abandon_store(keys, job.slots_at(positions))
             else:
-                self._free(keys, slots)
+                self._free(job, positions)
             self._miss(job, keys, result.outcome)
-        if not result.in_use:
-            self._forget(job, result.positions)
+        self._end_if_over(job)
 
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Pin arrived rows for each request that waits for them."""
@@ -349,10 +389,9 @@ class Promotions:
                 del request.missing[key]
         return [(request, theirs) for request, theirs in waited if theirs]
 
-    def _forget(self, job: _PromotionJob, positions: list[int]) -> None:
-        """Remove rows from a job once their memory is ours again; measure the time of a job that is over."""
-        job.lent.difference_update(positions)
-        if job.lent:
+    def _end_if_over(self, job: _PromotionJob) -> None:
+        """Forget a job whose slots are all given back, and measure its time."""
+        if job.lent or job not in self._jobs:
             return
         self._jobs.discard(job)
         waited, arrived_bytes = self._clock() - job.started, job.num_arrived * self._row_bytes
@@ -410,10 +449,9 @@ class Promotions:
                 del job.wanted_by[request]
             unwanted = [key for key in theirs if not any(key in each.missing for each in job.wanted_by)]
             if unwanted and (withdrawn := job.tier.withdraw(job, job.positions_of(unwanted))):
-                keys = job.keys_at(withdrawn)
-                self._take_arrived(job, keys)
-                self._free(keys, job.slots_at(withdrawn))
-                self._forget(job, withdrawn)
+                self._take_arrived(job, job.keys_at(withdrawn))
+                self._free(job, withdrawn)
+                self._end_if_over(job)
 
     def check(self, requests: Sequence[PromotionRequest]) -> None:
         """Raise `IntegrityError` if the records do not agree with those of all requests."""

@@ -3,7 +3,7 @@
 To the connector it is the pool's manager: only chunks in the pool can be loaded, and `lookup` is about the
 pool alone. Beyond that a connector may look for chunks in all of them, and have them promoted into the pool:
 
-    ask       combined_lookup, promotions.costs, promotions.unknown     change nothing and start nothing
+    ask       promotions.lookup_prefix, costs, unknown                  change nothing and start nothing
               waits.look_up, waits.promote     begin a request's wait; must_wait then answers in O(1)
     step      begin_step            takes slots and starts I/O       (when a step's orders are built)
               end_step              processes results, writes rows   (when a step's output comes in)
@@ -23,7 +23,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, islice
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +42,6 @@ from kvtier.transfer.base import LoadStoreSpec
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_UP_FIRST = 32
-"""The number of chunks of a prefix that are looked up at first. It doubles each time that all are found."""
 _SHUTDOWN_SECONDS = 5.0
 _AHEAD_SHARE = 16
 """With `write: evict`, one slot in this many is kept free, or holds a row that is written ahead."""
@@ -98,7 +96,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._polls = 0
         self._has_habits = not tiers
         self._is_closed = False
-        self.combined_lookup = CombinedLookup(self)
         for tier in self.tiers:
             tier.set_buffer(self._buffer)
 
@@ -342,41 +339,3 @@ class TieredOffloadingManager(OffloadingManager):
         if all(ended):
             # Else a call still uses the memory, which is freed with the process.
             self._buffer.release()
-
-
-class CombinedLookup:
-    """Looks up chunks that can be loaded from the pool or, after a promotion, from a tier.
-
-    `None` means that the chunk is being stored in the pool, or that a tier that could be asked may have it.
-    """
-
-    def __init__(self, manager: TieredOffloadingManager) -> None:
-        self._manager = manager
-
-    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        pool, promotions = self._manager.pool, self._manager.promotions
-        found = pool.lookup_many(keys, req_context)
-        for index in [index for index, is_ready in enumerate(found) if is_ready is None]:
-            if promotions.is_promoting(keys[index]):
-                found[index] = True
-        absent = [index for index, is_ready in enumerate(found) if is_ready is False]
-        for tier in self._manager.tiers:
-            left = [index for index in absent if not found[index]]
-            for index, is_held in zip(left, tier.lookup_many([keys[index] for index in left]), strict=True):
-                if is_held is not False:
-                    found[index] = is_held
-        return found
-
-    def lookup_prefix(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
-    ) -> int | None:
-        """Count the leading keys that can be loaded. Keys far behind the first gap are not looked up."""
-        hits, size = self._manager.pool.lookup_prefix(keys, req_context, wait=False) or 0, _LOOKED_UP_FIRST
-        while hits < len(keys):
-            found = self.lookup_many(list(islice(keys, hits, hits + size)), req_context)
-            for is_there in found:
-                if not is_there:
-                    return None if is_there is None and wait else hits
-                hits += 1
-            size *= 2
-        return hits

@@ -26,6 +26,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
+from kvtier.metrics import counter, gauge
 from kvtier.policies import Ending, Slots
 from kvtier.residency import MissReason, OffloadingEvent
 from kvtier.tiers.seal import SealScope
@@ -89,7 +90,9 @@ class RowJob:
     tenant: str = ""
     """Whose rows these are, for a tier in which tenants have shares."""
     lent: set[int] = field(init=False)
-    """The positions of rows whose memory the tier may use. The manager removes those that are free again."""
+    """The positions of rows whose memory the tier may use. The manager removes those that are free again:
+    those that its lease of the slots has given back.
+    """
 
     addresses: Slots | None = None
     """Where the tier keeps each row, if the tier decides that. Set by the tier, as are the next two."""
@@ -183,43 +186,50 @@ class TierResult:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The state of a tier and its counts so far, in rows unless said otherwise."""
+    """The state of a tier and its counts so far. Its counters and gauges are metrics, too.
+
+    What it holds, and for how much it has room, is `None` if only a server knows it.
+    """
 
     name: str
     medium: str
     state: str
     """For people: `open`, `suspended`, or the thing that the tier waits for."""
-    suspended: str | None
-    """Why the tier gives or takes nothing now; `None` if it works."""
     used: int | None
-    """`None`, as for the next three: a server does not tell what it holds, nor for how much it has room."""
+    """Rows that the tier holds."""
     capacity: int | None
-    used_bytes: int | None
-    capacity_bytes: int | None
-    promoted: int
-    promoted_bytes: int
+    """Rows that the tier has room for."""
     promote_seconds: float
     """The I/O time of promotions, over all threads."""
-    demoted: int
-    demoted_bytes: int
     demote_seconds: float
-    refused: int
-    """Rows offered for demotion and not taken: beyond the write limit, or no room in tier or queue."""
-    dropped: int
-    """Rows taken for demotion and not written: withdrawn, reset, suspended or too late while queued."""
-    evicted: int
-    failed_checks: int
-    failed: int
-    """Calls on a row that ended with an error."""
-    late: int
-    stuck: int
-    """Rows whose call has not returned although their job was late. Their memory is lost until it does."""
-    queued_bytes: int
-    """Bytes of promotions and demotions that no thread has begun."""
-    questions: int = 0
-    """Prefixes that were asked about, for a tier that does not know what it holds."""
-    round_trips: int = 0
-    """Calls to the server that answered those questions."""
+    used_bytes: int | None = gauge(
+        "Bytes of the rows that a tier holds; not shown for a server, which does not tell it."
+    )
+    capacity_bytes: int | None = gauge(
+        "Bytes of the rows that an open tier has room for; not shown for a server."
+    )
+    queued_bytes: int = gauge("Bytes that wait for a tier's I/O.")
+    stuck: int = gauge("Rows whose call has not returned although its time was over.")
+    suspended: str | None = gauge("1 while a tier gives or takes nothing because its calls failed or hung.")
+    """Why the tier gives or takes nothing now; `None` if it works."""
+    promoted: int = counter("Rows that a tier has brought into the pool.")
+    promoted_bytes: int = counter("Bytes of them.")
+    demoted: int = counter("Rows that were written to a tier.")
+    demoted_bytes: int = counter("Bytes of them.")
+    dropped: int = counter(
+        "Rows that a tier had taken and did not write: withdrawn, reset, suspended or too late."
+    )
+    refused: int = counter(
+        "Rows that were offered to a tier and not taken: no room, or beyond the write limit."
+    )
+    evicted: int = counter("Rows that left a tier for others.")
+    failed_checks: int = counter("Rows that did not have the bytes that were sealed.")
+    failed: int = counter("Calls on a row that ended with an error.")
+    late: int = counter("Rows that a tier did not move before their deadline.")
+    questions: int = counter(
+        "Questions to a tier that does not know by itself what it holds, one for a prefix."
+    )
+    round_trips: int = counter("Round trips that these took.")
 
 
 class Tier(ABC):

@@ -3,7 +3,7 @@
 It hands jobs to `tiers/io_threads` and counts their results. Stuck or failing calls suspend the tier
 (`TierHealth`); a probe ends the suspension. An I/O thread opens the tier, and tries again with growing
 back-off until that works: an idle engine makes no step and must find its tiers open all the same. A subclass
-defines how it opens, which rows it takes, and how a row that was read or written changes its books:
+defines how it opens, which rows it takes, and what it knows of a row that was read or written:
 `_settle_read`, `_settle_write`. Scheduler thread only, except for functions that say that they run on an I/O
 thread; only `wait_open`, `wait_any` and `close` block.
 """
@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from typing import TypeVar
 
 from kvtier.errors import KVTierError, OutsideError
@@ -82,11 +83,12 @@ class IOTier(Tier):
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
         longest_backoff: float = _LONGEST_PROBE,
+        slow_failure: float = inf,
         seal_key: SealKey | None = None,
     ) -> None:
         """`longest_backoff`: the most seconds between two probes of a suspended tier.
 
-        `seal_key` makes the seals.
+        A single failure that took `slow_failure` seconds suspends. `seal_key` makes the seals.
         """
         self.name, self.row_bytes = name, row_bytes
         self._clock = clock
@@ -105,8 +107,8 @@ class IOTier(Tier):
         # Functions that release locks, files and connections. I/O threads change the set.
         self._releases: set[Callable[[], None]] = set()
         self._health = {
-            Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock, longest_backoff),
-            Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock, longest_backoff),
+            direction: TierHealth(f"{name} tier: {what}", clock, longest_backoff, slow_failure)
+            for direction, what in ((Direction.PROMOTE, "reading"), (Direction.DEMOTE, "writing"))
         }
         self.required = False
         """An engine does not start without this tier."""
@@ -126,21 +128,21 @@ class IOTier(Tier):
         self._results: list[TierResult] = []
         self._last_progress = float("-inf")
         self._counts: Counter[str] = Counter()
+        """The counters of `TierStats`."""
         self._seconds = {Direction.PROMOTE: 0.0, Direction.DEMOTE: 0.0}
 
     # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
     def _settle_read(self, result: TierResult) -> None:
-        """Update the books for rows of a read, once no call uses them."""
+        """Update what is known of rows to be read, once no call uses them.
+
+        The outcome of rows that were taken back is `REFUSED`.
+        """
 
     @abstractmethod
     def _settle_write(self, result: TierResult) -> None:
-        """Update the books for rows of a write, once no call uses them."""
-
-    @abstractmethod
-    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
-        """Update the books for rows that were taken back before a thread had begun them."""
+        """Update what is known of rows to be written, once no call uses them."""
 
     def _settle_stuck_read(self, batch: RowBatch) -> None:
         """Update the books for rows whose read does not return."""
@@ -224,13 +226,14 @@ class IOTier(Tier):
                 return opened
 
     def _await_namespace(self, namespace: Callable[[], str | None]) -> str:
-        """Wait until the namespace is known. On an I/O thread."""
-        self._lacks_namespace = True
-        try:
-            self._await(lambda: namespace() is not None)
-        finally:
-            self._lacks_namespace = False
-        return namespace() or ""
+        """Wait until the namespace is known, and return it. On an I/O thread."""
+        while (name := namespace()) is None:
+            self._lacks_namespace = True  # only now: `wait_open` does not wait for it
+            try:
+                self._await(lambda: namespace() is not None)
+            finally:
+                self._lacks_namespace = False
+        return name
 
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds. On an I/O thread."""
@@ -299,7 +302,7 @@ class IOTier(Tier):
     def withdraw(self, job: RowJob, positions: Sequence[int] | None = None) -> list[int]:
         withdrawn = self._io.withdraw(job, positions)
         if withdrawn:
-            self._settle_withdrawn(job, withdrawn)
+            self._enter(TierResult(job, withdrawn, MissReason.REFUSED))
         return withdrawn
 
     def poll(self) -> list[TierResult]:
@@ -332,16 +335,35 @@ class IOTier(Tier):
     def _settle(self, result: TierResult) -> None:
         """Enter a result into the books, and keep it for `poll`."""
         if not result.in_use:
-            is_read = result.job.direction is Direction.PROMOTE
-            (self._settle_read if is_read else self._settle_write)(result)
+            self._enter(result)
         if result.outcome is MissReason.TOO_SLOW:
             self._counts["late"] += len(result.positions)
         self._results.append(result)
 
-    def _count_moved(self, result: TierResult, what: str) -> None:
-        self._counts[what] += len(result.positions)
-        self._counts[f"{what}_bytes"] += len(result.positions) * self.row_bytes
-        self._seconds[result.job.direction] += result.seconds
+    def _enter(self, result: TierResult) -> None:
+        """Count rows that no call uses any more, and learn from them how well their direction works."""
+        direction, outcome, count = result.job.direction, result.outcome, len(result.positions)
+        is_read, health = direction is Direction.PROMOTE, self._health[direction]
+        if outcome is None and not (is_read and result.returned):
+            what = "promoted" if is_read else "demoted"
+            self._counts[what] += count
+            self._counts[f"{what}_bytes"] += count * self.row_bytes
+            self._seconds[direction] += result.seconds
+        if outcome is None or outcome is MissReason.EVICTED:
+            health.record_success()
+        elif outcome is MissReason.IO_FAILED:
+            self._counts["failed"] += count
+            health.record_failure(result.why, result.seconds)
+        elif not is_read:
+            self._counts["dropped"] += count
+        elif outcome is MissReason.FAILED:
+            self._counts["failed_checks"] += count
+        if is_read:
+            self._settle_read(result)
+            return
+        if outcome is None:
+            self._last_progress = self._clock()
+        self._settle_write(result)
 
     def _record_refused(self, keys: list[OffloadKey]) -> None:
         self._counts["refused"] += len(keys)
@@ -396,7 +418,6 @@ class IOTier(Tier):
     def stats(self) -> TierStats:
         problems = [health.problem for health in self._health.values() if health.problem is not None]
         used, capacity = self._num_rows() or (None, None)
-        counts = self._counts
         return TierStats(
             name=self.name,
             medium=self.medium,
@@ -406,22 +427,11 @@ class IOTier(Tier):
             capacity=capacity,
             used_bytes=None if used is None else used * self.row_bytes,
             capacity_bytes=None if capacity is None else capacity * self.row_bytes,
-            promoted=counts["promoted"],
-            promoted_bytes=counts["promoted_bytes"],
-            promote_seconds=self._seconds[Direction.PROMOTE],
-            demoted=counts["demoted"],
-            demoted_bytes=counts["demoted_bytes"],
-            demote_seconds=self._seconds[Direction.DEMOTE],
-            refused=counts["refused"],
-            dropped=counts["dropped"],
-            evicted=counts["evicted"],
-            failed_checks=counts["failed_checks"],
-            failed=counts["failed"],
-            late=counts["late"],
-            stuck=self._io.stuck_rows(),
             queued_bytes=sum(self._io.queued_bytes(direction) for direction in Direction),
-            questions=counts["questions"],
-            round_trips=counts["round_trips"],
+            stuck=self._io.stuck_rows(),
+            promote_seconds=self._seconds[Direction.PROMOTE],
+            demote_seconds=self._seconds[Direction.DEMOTE],
+            **self._counts,
         )
 
     def has_pending_work(self) -> bool:
@@ -464,17 +474,22 @@ class IOTier(Tier):
 class TierHealth:
     """Suspends one direction of a tier, schedules probes, and ends the suspension.
 
-    Several failed calls in a row suspend their direction (a disk that turned read-only can still be read);
-    one stuck call suspends both. During a suspension a probe is due after a back-off, which doubles after
-    each probe. A successful probe ends the suspension; only successful real work makes the next back-off
-    short again. Scheduler thread only.
+    Several failed calls in a row, or a slow one, suspend their direction (a disk that turned read-only can
+    still be read); one stuck call suspends both. During a suspension a probe is due after a back-off, which
+    doubles after each probe. A successful probe ends the suspension; only successful real work makes the
+    next back-off short again. Scheduler thread only.
     """
 
     def __init__(
-        self, what: str, clock: Callable[[], float], longest_backoff: float = _LONGEST_PROBE
+        self,
+        what: str,
+        clock: Callable[[], float],
+        longest_backoff: float = _LONGEST_PROBE,
+        slow_failure: float = inf,
     ) -> None:
         """`what` names the direction in the log."""
         self._what, self._clock, self._longest_backoff = what, clock, longest_backoff
+        self._slow_failure = slow_failure
         self.problem: str | None = None
         """Why the direction is suspended; `None` if it is not."""
         self._failures = 0
@@ -487,10 +502,10 @@ class TierHealth:
         if self.problem is None:
             self._backoff = _FIRST_PROBE
 
-    def record_failure(self, why: str) -> None:
-        """Record that a call has failed; enough failures in a row suspend the direction."""
+    def record_failure(self, why: str, seconds: float = 0.0) -> None:
+        """Record that a call has failed after `seconds`."""
         self._failures += 1
-        if self._failures >= _FAILURES:
+        if self._failures >= _FAILURES or seconds >= self._slow_failure:
             self.suspend(why)
 
     def suspend(self, why: str) -> None:

@@ -9,7 +9,7 @@ only, except for the fields that an I/O thread writes into a lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,18 +44,18 @@ class InFlightLookup:
 class InFlightLookups:
     """Keeps the lookups whose calls have not returned."""
 
+    get: Callable[[OffloadKey], InFlightLookup | None]
+    """Return the lookup that covers a chunk. This is the dict's own."""
+
     def __init__(self) -> None:
         self._open: set[InFlightLookup] = set()
         self._covered: dict[OffloadKey, InFlightLookup] = {}
+        self.get = self._covered.get
         self.num_late = 0
         """The number of late lookups that block new ones."""
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def get(self, key: OffloadKey) -> InFlightLookup | None:
-        """Return the lookup that covers a chunk."""
-        return self._covered.get(key)
 
     def add(self, keys: list[OffloadKey], scope: int, deadline: float) -> InFlightLookup:
         """Add a lookup of chunks that no other lookup covers."""
@@ -139,23 +139,27 @@ class PresenceCache:
         answer = self._answers.get(key)
         return None if answer is None else answer.is_there
 
-    def look_up(self, key: OffloadKey, now: float) -> bool | None:
-        """Return whether a row is stored, or `None` if there is no answer or it is too old."""
-        answer = self._answers.get(key)
-        if answer is None or not self._is_trusted(answer):
-            return None
-        seconds = _YES_SECONDS if answer.is_there else _NO_SECONDS
-        return answer.is_there if now < answer.at + seconds else None
+    def look_up(self, keys: Iterable[OffloadKey], now: float) -> list[bool | None]:
+        """Return for each row whether it is stored; `None` if there is no answer or it is too old."""
+        found: list[bool | None] = []
+        for answer in map(self._answers.get, keys):
+            if answer is None:
+                found.append(None)
+            elif answer.is_there:
+                is_new = now < answer.at + _YES_SECONDS and answer.at >= self._trusted_since
+                found.append(True if is_new else None)
+            else:
+                found.append(False if now < answer.at + _NO_SECONDS else None)
+        return found
 
-    def was_there(self, key: OffloadKey) -> bool:
-        """Return whether the last answer about a row was a yes that is still trusted, however old."""
-        answer = self._answers.get(key)
-        return answer is not None and answer.is_there and self._is_trusted(answer)
+    def were_there(self, keys: list[OffloadKey]) -> set[OffloadKey]:
+        """Return the rows of which the last answer was a yes that is still trusted, however old."""
+        since = self._trusted_since
+        answers = zip(keys, map(self._answers.get, keys), strict=True)
+        return {key for key, answer in answers if answer and answer.is_there and answer.at >= since}
 
-    def was_just_absent(self, key: OffloadKey, now: float) -> bool:
-        """Return whether the server has answered within seconds that it does not have a row."""
-        answer = self._answers.get(key)
-        return answer is not None and not answer.is_there and now - answer.at < _FRESH_NO
-
-    def _is_trusted(self, answer: _Answer) -> bool:
-        return not answer.is_there or answer.at >= self._trusted_since
+    def were_just_absent(self, keys: list[OffloadKey], now: float) -> set[OffloadKey]:
+        """Return the rows that the server did not have when it answered, within the last seconds."""
+        since = now - _FRESH_NO
+        answers = zip(keys, map(self._answers.get, keys), strict=True)
+        return {key for key, answer in answers if answer and not answer.is_there and answer.at > since}

@@ -41,10 +41,11 @@ _LARGE_ROW = 64 << 10
 
 
 class _OpenedServer(NamedTuple):
-    """A backend whose server has answered, and the memory that it was given."""
+    """A backend whose server has answered, the memory that it was given, and the namespace of the rows."""
 
     backend: Backend
     memory: memoryview | None
+    namespace: str
 
 
 class SharedTier(IOTier):
@@ -80,12 +81,12 @@ class SharedTier(IOTier):
             clock=clock,
             check_seals=check_seals,
             longest_backoff=_LONGEST_BACKOFF,
+            slow_failure=_SLOW_FAILURE,
             seal_key=seal_key,
         )
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
         self._num_threads, self._sparse_groups = threads, sparse_groups
         self._memory: memoryview | None = None
-        self._is_named = False  # the namespace is known
         self._server, self._is_logged = place, False
         self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # lookups from before it was open
         self._suffix = ""  # of the last reset
@@ -102,12 +103,6 @@ class SharedTier(IOTier):
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def is_open(self) -> bool:
-        return self._io.backend is not None and self._is_named
-
-    def lacks_namespace(self) -> bool:
-        return self._io.backend is not None and not self._is_named
-
     def set_buffer(self, buffer: RowBuffer) -> None:
         super().set_buffer(buffer)
         if buffer.memory is None:
@@ -122,29 +117,26 @@ class SharedTier(IOTier):
         self._begin_opening(lambda: self._open_once(opened.pop() if opened else None), self._use)
 
     def _open_once(self, backend: Backend | None = None) -> _OpenedServer:
-        """Open the backend, unless it is open, and tell it which memory holds the rows. On an I/O thread."""
+        """Open the backend, unless it is open, and tell it which memory holds the rows; await the namespace.
+
+        On an I/O thread.
+        """
         memory = self._memory
         backend = _with_memory(backend or self._open_backend(), memory)
         self._releases.add(backend.close)
-        return _OpenedServer(backend, memory)
+        return _OpenedServer(backend, memory, self._await_namespace(self._namespace))
 
     def _use(self, opened: _OpenedServer) -> None:
+        """Take over what was opened, and ask what was to be asked once the tier is open."""
         if opened.memory is not self._memory:  # the memory was set meanwhile
             self._lend_again(opened.backend)
-        else:
-            self._io.backend = opened.backend
-            self._take_name()
-
-    def _take_name(self) -> None:
-        """Take the namespace if it is known now, and ask what was to be asked once the tier is open."""
-        if not self._is_named and (namespace := self._namespace()) is not None:
-            self._is_named = True
-            self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
-        if self.is_open():
-            self._log_server()
-            unasked, self._unasked = self._unasked, []
-            for keys, deadline in unasked:
-                self.ask(keys, deadline)
+            return
+        self._io.backend = opened.backend
+        self._scope = SealScope(opened.namespace, suffix=self._suffix, seal_key=self._seal_key)
+        self._log_server()
+        unasked, self._unasked = self._unasked, []
+        for keys, deadline in unasked:
+            self.ask(keys, deadline)
 
     def _log_server(self) -> None:
         if not self._is_logged:
@@ -159,21 +151,16 @@ class SharedTier(IOTier):
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         if not self.is_open():  # an idle engine does not poll: it may be open by now
             self._take_opened()
-            self._take_name()
         if not self._is_readable():
             return [None if self.is_awaited() else False] * len(keys)
-        now = self._clock()
-        return [self._look_up(key, now) for key in keys]
-
-    def _look_up(self, key: OffloadKey, now: float) -> bool | None:
-        """Return what is known of a chunk; `None` if an answer may still come."""
-        known = self._known.look_up(key, now)
-        if known is not None:
-            return known
-        lookup = self._lookups.get(key)
-        if lookup is not None:
-            return None if now < lookup.deadline else False
-        return None if self._lookups.num_late == 0 else False
+        now, may_ask = self._clock(), self._lookups.num_late == 0
+        found = self._known.look_up(keys, now)
+        for at, key in enumerate(keys) if None in found else ():
+            if found[at] is None:
+                lookup = self._lookups.get(key)
+                may_come = may_ask if lookup is None else now < lookup.deadline
+                found[at] = None if may_come else False
+        return found
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         if self.is_awaited():
@@ -215,7 +202,7 @@ class SharedTier(IOTier):
         if lookup.scope != self._scope.number:
             return
         if error is not None:
-            self._record_failure(Direction.PROMOTE, say_error(error), lookup.seconds)
+            self._health[Direction.PROMOTE].record_failure(say_error(error), lookup.seconds)
             self._record_absent(lookup.keys, MissReason.TOO_SLOW)
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
@@ -225,7 +212,7 @@ class SharedTier(IOTier):
             )
             absent = [key for key, is_there in zip(lookup.keys, found.there, strict=True) if not is_there]
             if not lookup.is_late:  # else some rounds were skipped
-                evicted = [key for key in absent if self._known.was_there(key)]
+                evicted = list(self._known.were_there(absent))
                 self._record_absent(absent, MissReason.NEVER_STORED)
                 self._record_absent(evicted, MissReason.EVICTED)
 
@@ -283,8 +270,8 @@ class SharedTier(IOTier):
         if not self.takes_rows():
             self._record_refused(keys)
             return []
-        busy, is_stored = self._writing | self._deleting | self._reading.keys(), self._known.was_there
-        missing = [key for key in keys if key not in busy and not is_stored(key)]
+        held = self._writing | self._deleting | self._reading.keys() | self._known.were_there(keys)
+        missing = [key for key in keys if key not in held]
         wanted = self._within_bounds(missing)
         self._record_refused(missing[len(wanted) :])
         positions = job.positions_of(wanted)
@@ -292,23 +279,14 @@ class SharedTier(IOTier):
             self._writing.update(wanted)
             self._last_progress = now = self._clock()
             if self.row_bytes >= _LARGE_ROW:
-                sure = self._known.was_just_absent
-                job.may_exist = frozenset(at for at in positions if not sure(job.keys[at], now))
+                absent = self._known.were_just_absent(wanted, now)
+                job.may_exist = frozenset([at for at in positions if job.keys[at] not in absent])
             self._submit(job, positions)
         return positions
 
-    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
-        keys = self._let_go(job, positions)
-        if job.direction is Direction.DEMOTE:
-            self._counts["dropped"] += len(positions)
-            self._misses.record(keys, MissReason.REFUSED)
-
     def poll(self) -> list[TierResult]:
         self._look_after_lookups()
-        results = super().poll()
-        if not self.is_open():
-            self._take_name()
-        return results
+        return super().poll()
 
     # -- outcomes of rows --------------------------------------------------------------------------
 
@@ -318,45 +296,29 @@ class SharedTier(IOTier):
             self._record_absent(self._current(result.job, result.positions), MissReason.TOO_SLOW)
 
     def _settle_read(self, result: TierResult) -> None:
-        outcome, count = result.outcome, len(result.positions)
-        current = self._let_go(result.job, result.positions)
+        outcome, current = result.outcome, self._let_go(result.job, result.positions)
         if outcome is None:
-            if not result.returned:
-                self._count_moved(result, "promoted")
-            self._health[Direction.PROMOTE].record_success()
             self._record_present(current)
         elif outcome is MissReason.FAILED:
-            self._counts["failed_checks"] += count
             self._record_absent(current, MissReason.FAILED)
             self._delete(current)
         elif outcome is MissReason.EVICTED:
-            self._health[Direction.PROMOTE].record_success()
-            self._counts["evicted"] += count
+            self._counts["evicted"] += len(result.positions)
             # The server may have lost all rows; the rows behind these were not even read.
             self._known.doubt()
             self._record_absent(current, MissReason.EVICTED)
         elif outcome is MissReason.IO_FAILED:
-            self._counts["failed"] += count
-            self._record_failure(Direction.PROMOTE, result.why, result.seconds)
             self._record_absent(current, MissReason.IO_FAILED)
-        else:
+        elif outcome is not MissReason.REFUSED:
             self._record_absent(current, MissReason.TOO_SLOW)
 
     def _settle_write(self, result: TierResult) -> None:
-        outcome, count = result.outcome, len(result.positions)
-        current = self._let_go(result.job, result.positions)
+        outcome, current = result.outcome, self._let_go(result.job, result.positions)
         if outcome is None:
-            self._count_moved(result, "demoted")
-            self._health[Direction.DEMOTE].record_success()
-            self._last_progress = self._clock()
             self._record_present([key for key in current if key not in self._deleting])
-        elif outcome is MissReason.IO_FAILED:
-            self._counts["failed"] += count
-            self._record_failure(Direction.DEMOTE, result.why, result.seconds)
-            self._misses.record(current, MissReason.IO_FAILED)
         else:
-            self._counts["dropped"] += count
-            self._misses.record(current, MissReason.REFUSED)
+            is_failed = outcome is MissReason.IO_FAILED
+            self._misses.record(current, MissReason.IO_FAILED if is_failed else MissReason.REFUSED)
 
     def _current(self, job: RowJob, positions: list[int]) -> list[OffloadKey]:
         """Return the keys of rows, or none if they are from before a reset."""
@@ -378,16 +340,6 @@ class SharedTier(IOTier):
         if self._unwanted:
             self._delete([key for key in current if key in self._unwanted])
         return current
-
-    def _record_failure(self, direction: Direction, why: str, seconds: float) -> None:
-        """Record that a call has failed.
-
-        A slow failure suspends at once: it delays requests like no answer.
-        """
-        health = self._health[direction]
-        health.record_failure(why)
-        if seconds >= _SLOW_FAILURE:
-            health.suspend(why)
 
     # -- held rows ---------------------------------------------------------------------------------
 

@@ -131,7 +131,8 @@ class SlotTier(IOTier):
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        self._take_opened()
+        if self._table is None:  # an idle engine does not poll: it may be open by now
+            self._take_opened()
         table = self._readable()
         if table is None:
             return [None if self.is_awaited() else False] * len(keys)
@@ -204,9 +205,6 @@ class SlotTier(IOTier):
             self._submit(job, positions)
         return positions
 
-    def _settle_withdrawn(self, job: RowJob, positions: list[int]) -> None:
-        (self._unpin if job.direction is Direction.PROMOTE else self._give_up_writes)(job, positions)
-
     def _within_limit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Leave out keys that the write limit forbids: beyond it, a row must be offered a second time."""
         room = self._limit.room
@@ -221,35 +219,25 @@ class SlotTier(IOTier):
 
     def _settle_read(self, result: TierResult) -> None:
         job, positions, outcome = result.job, result.positions, result.outcome
-        health = self._health[Direction.PROMOTE]
         if outcome is None:
-            if not result.returned:
-                self._count_moved(result, "promoted")
-            health.record_success()
             if self._read_failures:
                 for slot in job.addresses_at(positions).tolist():
                     self._read_failures.pop(slot, None)
         elif outcome is MissReason.FAILED:
-            self._counts["failed_checks"] += len(positions)
             self._drop_bad(self._still_held(job, positions), MissReason.FAILED)
         elif outcome is MissReason.EVICTED:
             self._drop_bad(self._still_held(job, positions), MissReason.LOST)
         elif outcome is MissReason.IO_FAILED:
-            self._counts["failed"] += len(positions)
-            health.record_failure(result.why)
             self._count_read_failures(job, positions)
-        self._unpin(job, positions)
+        if self._table is not None:
+            self._table.unpin(job.addresses_at(positions))
 
     def _settle_write(self, result: TierResult) -> None:
         job, positions, outcome = result.job, result.positions, result.outcome
-        health = self._health[Direction.DEMOTE]
         table, slots = self._expect_table(), job.addresses_at(positions)
         if self._undeleted:
             self._undeleted.difference_update(slots.tolist())
         if outcome is None:
-            self._count_moved(result, "demoted")
-            health.record_success()
-            self._last_progress = self._clock()
             keys = result.keys
             if (stored := table.complete(keys)) is not None:
                 self._announce_stored(stored)
@@ -260,11 +248,10 @@ class SlotTier(IOTier):
                 gone = np.flatnonzero(~held).tolist()
                 self._end_discarded(job, [keys[at] for at in gone], slots[gone])
         elif outcome is MissReason.IO_FAILED:
-            self._counts["failed"] += len(positions)
-            health.record_failure(result.why)
             self._misses.record(table.unwritten(slots), MissReason.IO_FAILED)
         else:
-            self._give_up_writes(job, positions)
+            self._limit.give_back(len(positions) * self.row_bytes)
+            self._misses.record(table.unwritten(slots), MissReason.REFUSED)
 
     def _end_discarded(self, job: RowJob, keys: list[OffloadKey], slots: Slots) -> None:
         """Free the slots of rows of a job that were made absent while they were written.
@@ -334,18 +321,6 @@ class SlotTier(IOTier):
         for slot in slots[ready].tolist():
             self._read_failures.pop(slot, None)
         self._delete(removed, slots[ready], table.unpin)
-
-    def _unpin(self, job: RowJob, positions: list[int]) -> None:
-        if self._table is not None:
-            self._table.unpin(job.addresses_at(positions))
-
-    def _give_up_writes(self, job: RowJob, positions: list[int]) -> None:
-        """Give up rows that were taken for demotion but never written."""
-        self._counts["dropped"] += len(positions)
-        self._limit.give_back(len(positions) * self.row_bytes)
-        if self._table is not None:
-            unwritten = self._table.unwritten(job.addresses_at(positions))
-            self._misses.record(unwritten, MissReason.REFUSED)
 
     def _announce_stored(
         self, keys: list[OffloadKey], descriptions: tuple[bytes, ...] | None = None

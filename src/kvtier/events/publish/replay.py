@@ -30,7 +30,7 @@ import zmq
 from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publish.sender import Sender
-from kvtier.events.publish.state import RankBatch, Snapshot
+from kvtier.events.publish.state import RankBatch, Snapshot, SnapshotReader
 from kvtier.events.wire import SNAPSHOT, STATUS, batch_ends
 
 logger = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class ReplayServer:
                 continue
             last = snapshot.as_of
             is_long = last - start >= _MAX_FILLERS
-            for batches in _spread(_read(snapshot), last - start + 1, snapshot.ranks):
+            for batches in _spread(_read(snapshot, self._sender.clock()), last - start + 1, snapshot.ranks):
                 yield None if batches is None else (min(start, last), batches)
                 start += batches is not None
             filler = _frame([RankBatch(self._sender.rank, 0, b"")])
@@ -286,7 +286,7 @@ class ReplayServer:
         while (snapshot := self._sender.take_snapshot()) is None:
             self._wait_for_snapshot(session)
             yield None
-        for batch in _read(snapshot):
+        for batch in _read(snapshot, self._sender.clock()):
             yield None if batch is None else (snapshot.as_of + 1, [batch])
 
     def _wait_for_snapshot(self, session: _Session) -> None:
@@ -371,24 +371,27 @@ def _frame(batches: list[RankBatch]) -> bytes:
     return b"".join((head, *(one.events for one in batches), tail))
 
 
-def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
+def _read(snapshot: Snapshot, now: float) -> Iterator[RankBatch | None]:
     """Yield a snapshot's batches as they are made; `None` while the next one is not ready.
 
     Raise `_TooSlow` once it is given up.
     """
-    snapshot.readers += 1
+    reader = SnapshotReader(now)
+    snapshot.readers.add(reader)
     try:
         done = 0
         while snapshot.is_given_up or done < len(snapshot.batches) or not snapshot.is_made:
             if snapshot.is_given_up:
                 raise _TooSlow
             if done < len(snapshot.batches):
-                yield snapshot.batches[done]
+                batch = snapshot.batches[done]
+                yield batch
                 done += 1
+                reader.num_bytes += len(batch.events)
             else:
                 yield None
     finally:
-        snapshot.readers -= 1
+        snapshot.readers.remove(reader)
 
 
 def _spread(

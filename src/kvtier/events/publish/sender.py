@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _SHARED_FOR = 0.25  # seconds in which new clients share a snapshot
 # Older snapshots that slow clients still read: these many, and more while they have no more bytes than that.
 _USED, _USED_BYTES = 2, 64 << 20
-_READ_SECONDS, _READ_RATE = 1.0, 16 << 20  # if others wait, a snapshot has to be read in this time
+_READ_SECONDS, _READ_RATE = 1.0, 16 << 20  # if others wait, clients must read so fast after these seconds
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _LARGEST_BYTES = 64 << 10  # of a message, without its last event: decoding one holds the interpreter, too
 _BLOCKS_A_NUMBER = 64
@@ -60,6 +60,8 @@ class Sender:
         self._unencodable = LogLimit()
         self._gap = 0  # batches that were not sent since the last message
         self._pub = pub
+        self.clock = time.monotonic
+        """Times the readers of snapshots."""
         self._numbers = numbers
         self._counting = config.counting
         self._states = {rank: self._make_state()}
@@ -298,7 +300,7 @@ class Sender:
         """Return the state as of the newest message, or of an earlier one from which the ring continues.
 
         `None` means that the caller should ask again: another snapshot is being made, or too many are being
-        read. The oldest of these is given up when its readers have had their time.
+        read. The oldest of these that is read too slowly is given up.
         """
         found = self._snapshot
         if found is not None and found.as_of + 1 >= self.ring.head:
@@ -306,10 +308,11 @@ class Sender:
         if found is not None and not found.is_made:
             return None
         if self._is_crowded():
-            oldest = self._used[0]
-            if time.monotonic() < oldest.begun_at + _READ_SECONDS + oldest.num_bytes / _READ_RATE:
+            now = self.clock()
+            slow = next((used for used in self._used if not _is_read_fast(used, now)), None)
+            if slow is None:
                 return None
-            self._free_snapshot(oldest)
+            self._free_snapshot(slow)
         self._retire_snapshot()
         self.counters["snapshots"] += 1
         self._snapshot = Snapshot(self._states, self.encoder, self.next_seq - 1, self.mark())
@@ -361,6 +364,13 @@ class Sender:
         for snapshot in (*self._used, *([self._snapshot] if self._snapshot else ())):
             snapshot.check()
         self.ring.check()
+
+
+def _is_read_fast(snapshot: Snapshot, now: float) -> bool:
+    """Return whether a reader of a snapshot keeps up with `_READ_RATE`."""
+    return any(
+        reader.num_bytes >= (now - reader.began - _READ_SECONDS) * _READ_RATE for reader in snapshot.readers
+    )
 
 
 def _checked_rank(rank: Any) -> int:

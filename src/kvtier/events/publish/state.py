@@ -490,6 +490,13 @@ class RankBatch(msgspec.Struct, frozen=True, gc=False):
     events: bytes
 
 
+class SnapshotReader:
+    """One client's way through a snapshot: when it began, and the bytes that were sent to it."""
+
+    def __init__(self, began: float) -> None:
+        self.began, self.num_bytes = began, 0
+
+
 class Snapshot:
     """Makes the events that turn any state into the states as of number `as_of`, in batches of one rank.
 
@@ -510,7 +517,7 @@ class Snapshot:
         self.is_made = False
         self.is_given_up = False
         """Whether the batches are gone before all readers had them."""
-        self.readers = 0
+        self.readers: set[SnapshotReader] = set()
         self._encoder = encoder
         self._left = deque(states.items())
         for state in states.values():
