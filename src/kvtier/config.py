@@ -46,7 +46,7 @@ from kvtier.config_fields import parse_duration as parse_duration
 from kvtier.config_fields import parse_size as parse_size
 from kvtier.errors import ConfigError, show_value
 from kvtier.namespace import Namespace
-from kvtier.packing import FORMAT, BlockFormat, block_format, pages_fit
+from kvtier.packing import BlockFormat, block_format, name_rows, pages_fit
 from kvtier.tier_config import DiskConfig as DiskConfig
 from kvtier.tier_config import MooncakeConfig as MooncakeConfig
 from kvtier.tier_config import ObjectConfig as ObjectConfig
@@ -394,8 +394,7 @@ class OffloadingConfig:
         if self.bytes_by_rank:
             shape += "x" + sha256(json.dumps(self.bytes_by_rank).encode()).hexdigest()[:16]
         if self.packs:
-            form = "".join("rp"[is_packed] for is_packed in self.packed_groups)
-            shape += f"x{FORMAT}x{form}x{self.raw_row_bytes}"
+            shape += name_rows(self.packed_groups, self.raw_row_bytes)
         return f"{namespace} {shape}"
 
     @property

@@ -23,6 +23,7 @@ the GIL. Nothing here needs torch. Threads may pack and unpack different blocks 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -94,6 +95,19 @@ def pages_fit(page_bytes: Iterable[int], block_size: int) -> bool:
     return unit_tokens(block_size) >= _LEAST_UNIT_TOKENS and not any(
         size % unit_bytes for size in page_bytes
     )
+
+
+def name_rows(packed_groups: Iterable[bool], raw_row_bytes: int) -> str:
+    """Return what tells packed rows apart in a namespace: the form, the groups that have it, and the length
+    that the rows would have without it.
+    """
+    return f"x{FORMAT}x{''.join('rp'[is_packed] for is_packed in packed_groups)}x{raw_row_bytes}"
+
+
+def raw_row_bytes_of(namespace: str) -> int | None:
+    """Return the length that the rows of a namespace would have without packing; `None` if it is theirs."""
+    found = re.search(rf"x{FORMAT}x[rp]+x([0-9]+)$", namespace)
+    return None if found is None else int(found[1])
 
 
 class PageShape(NamedTuple):

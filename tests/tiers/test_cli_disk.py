@@ -20,6 +20,7 @@ from tests.tiers.test_disk import opened, place_of
 from kvtier.cli import main
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
+from kvtier.packing import name_rows
 from kvtier.testing.tier_suite import ROW_BYTES, content, key
 from kvtier.tiers.disk import DiskFiles, find_places
 from kvtier.tiers.disk.files import OpenedFiles
@@ -59,6 +60,20 @@ def test_ls(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         False,
     )
     assert second["bytes_on_disk"] > 8 * ROW_BYTES
+
+
+def test_ls_shows_both_lengths_of_packed_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kv = tmp_path / "kv"
+    with opened(kv, 8, "model 1x1x4096" + name_rows((True, False), 5120)), opened(kv, 20, "model 1x1x4096"):
+        assert main(["disk", "ls", str(kv)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("4.0 KiB (packed from 5.0 KiB)") == 1
+    assert main(["disk", "ls", str(kv), "--json"]) == 0
+    places = json.loads(capsys.readouterr().out)
+    assert sorted((place["row_bytes"], place["raw_row_bytes"]) for place in places) == [
+        (ROW_BYTES, ROW_BYTES),
+        (ROW_BYTES, 5120),
+    ]
 
 
 def test_ls_of_another_version_and_a_damaged_header(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,9 @@ from typer import Argument, Option
 
 from kvtier.config import format_size, parse_duration
 from kvtier.errors import InputError, OutsideError
+from kvtier.packing import raw_row_bytes_of
 from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks, read_learnt
-from kvtier.tiers.disk.format import VERSION
+from kvtier.tiers.disk.format import VERSION, DiskHeader
 
 disk_app = typer.Typer(help="Look after the folder of a disk tier.")
 
@@ -55,7 +56,7 @@ def ls_command(path: _Folder, as_json: _Json = False) -> None:
         header = place.header
         shape = ("", "", "")
         if header is not None:
-            shape = header.namespace[:16], format_size(header.row_bytes), f"{header.slots:,}"
+            shape = header.namespace[:16], _row_size(header), f"{header.slots:,}"
         used_at = _date(place.used_at)
         rows.append((_name(path, place), *shape, format_size(place.taken), used_at, _remark(place)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -200,6 +201,12 @@ def _choose(path: Path, names: list[str] | None) -> list[DiskPlace]:
     return [found[name] for name in names or found if names or not found[name].is_removed]
 
 
+def _row_size(header: DiskHeader) -> str:
+    raw = raw_row_bytes_of(header.namespace)
+    size = format_size(header.row_bytes)
+    return size if raw is None else f"{size} (packed from {format_size(raw)})"
+
+
 def _name(path: Path, place: DiskPlace) -> str:
     return str(place.folder.relative_to(path))
 
@@ -234,6 +241,7 @@ def _to_dict(path: Path, place: DiskPlace) -> dict[str, Any]:
         "version": place.version,
         "namespace": header.namespace if header else None,
         "row_bytes": header.row_bytes if header else None,
+        "raw_row_bytes": (raw_row_bytes_of(header.namespace) or header.row_bytes) if header else None,
         "slots": header.slots if header else None,
         "epoch": header.epoch if header else None,
         "bytes_on_disk": place.taken,
