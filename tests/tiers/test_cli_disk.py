@@ -64,8 +64,10 @@ def test_ls(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ls_shows_both_lengths_of_packed_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kv = tmp_path / "kv"
-    with opened(kv, 8, "model 1x1x4096" + name_rows((True, False), 5120)), opened(kv, 20, "model 1x1x4096"):
-        assert main(["disk", "ls", str(kv)]) == 0
+    for slots, namespace in ((8, "model 1x1x4096" + name_rows((True, False), 5120)), (20, "model 1x1x4096")):
+        with opened(kv, slots, namespace):
+            pass
+    assert main(["disk", "ls", str(kv)]) == 0
     text = capsys.readouterr().out
     assert text.count("4.0 KiB (packed from 5.0 KiB)") == 1
     assert main(["disk", "ls", str(kv), "--json"]) == 0
