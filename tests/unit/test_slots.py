@@ -336,7 +336,8 @@ class Reuse:
         cells = 3 * num_endings * len(self.ages)
         self.used, self.given_up, self.indices = np.zeros(cells), np.zeros(cells), np.zeros(cells)
         self.arrays = self.chunks, self.gone, self.used, self.given_up, self.indices
-        self.lists = kind(*self.arrays, self.ages, num_endings, every)
+        self.lean = np.array([2.0, 1.5, 1.0, 1.0, 0.5])
+        self.lists = kind(*self.arrays, self.ages, self.lean, num_endings, every)
 
     def derive(self, now: float) -> None:
         idle = np.zeros(len(self.used))
@@ -437,15 +438,16 @@ class TestReuseLists:
             lists.refuse([None], 0.0)
         with pytest.raises(TypeError):
             lists.insert(array([0]), [None], 0.0)
-        ages, good = reuse.ages, reuse.arrays
+        ages, lean, good = reuse.ages, reuse.lean, reuse.arrays
         for wrong in (
-            (*good, np.zeros(0), 2, 1),
-            (*good, np.zeros(65), 2, 1),
-            (*good, ages, 0, 1),
-            (*good, ages, 4, 1),
-            (*good, ages, 2, 0),
-            (*good[:2], np.zeros(5), *good[3:], ages, 2, 1),
-            (np.zeros(4), *good[1:], ages, 2, 1),
+            (*good, np.zeros(0), lean, 2, 1),
+            (*good, np.zeros(65), lean, 2, 1),
+            (*good, ages, lean, 0, 1),
+            (*good, ages, lean[1:], 2, 1),
+            (*good, ages, lean, 4, 1),
+            (*good, ages, lean, 2, 0),
+            (*good[:2], np.zeros(5), *good[3:], ages, lean, 2, 1),
+            (np.zeros(4), *good[1:], ages, lean, 2, 1),
         ):
             with pytest.raises(ValueError, match="expected"):
                 _slots.ReuseLists(*wrong)

@@ -1025,7 +1025,8 @@ typedef struct {
     int32_t *newer, *older;
     Ghosts ghosts;
     Array chunks, gone;                  /* of Chunk: by slot, and by position among the ghosts */
-    Array used, given_up, indices, ages; /* of double; the first three by class and bin */
+    Array used, given_up, indices;       /* of double, by class and bin */
+    Array ages, lean;                    /* of double, by bin */
 } Reuse;
 
 static inline double *number_at(const Array *array, Py_ssize_t i) {
@@ -1232,61 +1233,68 @@ static PyObject *reuse_remove(PyObject *object, PyObject *const *args, Py_ssize_
 
 /* -- which chunks leave */
 
-/* The oldest slot of a class that may be listed next, its bin, its stamp, and its index. */
+/* Return the index of a chunk at its age: between those of the beginnings of two bins. With `lean`, each of
+ * the two is multiplied by that of its bin. */
+static double index_of(const Reuse *self, const Chunk *chunk, double now, const Array *lean) {
+    double age = now - chunk->stamp;
+    Py_ssize_t bin = bin_of(self, age), at = chunk->class * self->num_bins + bin;
+    double begin = number(&self->ages, bin), index = number(&self->indices, at);
+    if (lean != NULL) index *= number(lean, bin);
+    if (age <= begin) return index;
+    if (bin + 1 == self->num_bins) return begin > 0 ? index * begin / age : index;
+    double part = (age - begin) / (number(&self->ages, bin + 1) - begin);
+    double next = number(&self->indices, at + 1);
+    if (lean != NULL) next *= number(lean, bin + 1);
+    return index + part * (next - index);
+}
+
+/* The oldest slot of a class that may be listed next, its stamp, and its index. */
 typedef struct {
     int32_t slot; /* the link of the class if no slot is left */
-    Py_ssize_t bin;
+    int32_t class;
     double stamp, index;
 } Oldest;
 
-/* Go on to the next allowed slot of a class. */
-static void find_oldest(const Reuse *self, const Array *allowed, double now, Py_ssize_t class,
-                        Oldest *oldest) {
-    int32_t end = (int32_t)(self->capacity + class), slot = oldest->slot;
+/* Go on to the next allowed slot of a class, beginning with this one; return whether there is one. */
+static int find_oldest(const Reuse *self, const Array *allowed, double now, int32_t slot, Oldest *oldest) {
+    int32_t end = (int32_t)self->capacity + oldest->class;
     while (slot != end && !*flag(allowed, slot)) slot = self->newer[slot];
+    if (slot == end) return 0;
     oldest->slot = slot;
-    if (slot == end) return;
     oldest->stamp = chunk_at(&self->chunks, slot)->stamp;
-    oldest->bin = bin_of(self, now - oldest->stamp);
-    oldest->index = number(&self->indices, class * self->num_bins + oldest->bin);
+    oldest->index = index_of(self, chunk_at(&self->chunks, slot), now, &self->lean);
+    return 1;
 }
 
-/* List slots of a class as long as their index stays the same; return how many are listed then. */
-static Py_ssize_t list_run(const Reuse *self, const Array *allowed, double now, Py_ssize_t class,
-                           Oldest *oldest, const Array *out, Py_ssize_t done) {
-    int32_t end = (int32_t)(self->capacity + class), slot = oldest->slot;
-    double youngest = number(&self->ages, oldest->bin);
-    while (slot != end && done < out->count &&
-           (oldest->bin == 0 || now - chunk_at(&self->chunks, slot)->stamp >= youngest)) {
-        if (*flag(allowed, slot)) set(out, done++, slot);
-        slot = self->newer[slot];
-    }
-    oldest->slot = slot;
-    find_oldest(self, allowed, now, class, oldest);
-    return done;
+static inline int leaves_before(const Oldest *one, const Oldest *other) {
+    if (one->index != other->index) return one->index < other->index;
+    if (one->stamp != other->stamp) return one->stamp < other->stamp;
+    return one->class < other->class;
 }
 
-/* Return the class whose oldest slot has the lowest index, and of these the oldest; NONE if none is left. */
-static Py_ssize_t lowest_class(const Reuse *self, const Oldest *oldest) {
-    Py_ssize_t best = NONE;
-    for (Py_ssize_t class = 0; class < self->num_classes; class++) {
-        const Oldest *some = oldest + class;
-        if (some->slot == self->capacity + class) continue;
-        if (best == NONE || some->index < oldest[best].index ||
-            (some->index == oldest[best].index && some->stamp < oldest[best].stamp)) best = class;
-    }
-    return best;
-}
-
+/* List the slots in the order in which they leave. The classes with slots are in a heap; that of which a slot
+ * leaves next is at its root. */
 static Py_ssize_t list_in_order(const Reuse *self, const Array *allowed, double now, const Array *out) {
-    Oldest oldest[256];
-    Py_ssize_t done = 0, best;
-    for (Py_ssize_t class = 0; class < self->num_classes; class++) {
-        oldest[class].slot = self->newer[self->capacity + class];
-        find_oldest(self, allowed, now, class, oldest + class);
+    Oldest heap[256], one;
+    Py_ssize_t size = 0, done = 0, at;
+    for (one.class = 0; one.class < self->num_classes; one.class++) {
+        if (!find_oldest(self, allowed, now, self->newer[self->capacity + one.class], &one)) continue;
+        for (at = size++; at > 0 && leaves_before(&one, heap + (at - 1) / 2); at = (at - 1) / 2) {
+            heap[at] = heap[(at - 1) / 2];
+        }
+        heap[at] = one;
     }
-    while (done < out->count && (best = lowest_class(self, oldest)) != NONE) {
-        done = list_run(self, allowed, now, best, oldest + best, out, done);
+    while (done < out->count && size > 0) {
+        one = heap[0];
+        set(out, done++, one.slot);
+        if (!find_oldest(self, allowed, now, self->newer[one.slot], &one)) one = heap[--size];
+        at = 0;
+        for (Py_ssize_t next; (next = 2 * at + 1) < size; at = next) {
+            if (next + 1 < size && leaves_before(heap + next + 1, heap + next)) next++;
+            if (!leaves_before(heap + next, &one)) break;
+            heap[at] = heap[next];
+        }
+        heap[at] = one;
     }
     return done;
 }
@@ -1331,12 +1339,11 @@ static PyObject *reuse_worth(PyObject *object, PyObject *const *args, Py_ssize_t
         return PyErr_Format(PyExc_ValueError, "expected a key for each slot");
     }
     while (taken < left) {
-        const Chunk *chunk = chunk_at(&self->chunks, get(&victims, taken));
-        Py_ssize_t at = chunk->class * self->num_bins + bin_of(self, now - chunk->stamp);
+        double needed = admission * index_of(self, chunk_at(&self->chunks, get(&victims, taken)), now, NULL);
         /* The last key that is not refused yet is the next to be refused. */
         if (offered < 0) offered = offered_index(self, PyList_GetItem(args[0], num_keys - 1));
         if (offered < 0) break;
-        if (offered >= admission * number(&self->indices, at)) {
+        if (offered >= needed) {
             taken++;
         } else {
             left--;
@@ -1412,54 +1419,68 @@ static void index_bins(const Reuse *self, const double *chances, double *indices
     }
 }
 
-/* Write the chance of a use in each bin, for a chunk that has reached it. */
-static void find_chances(const Reuse *self, const Times *times, const double *pooled, double shrinkage,
+/* Write the chance of a use in each bin, for a chunk that has reached it. With few idle times, it leans on
+ * the chances `leant_on`, times what fits best. */
+static void find_chances(const Reuse *self, const Times *times, const double *leant_on, double shrinkage,
                          double *chances) {
     double used = 1, expected = 1;
     for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) {
         used += times->used[bin];
-        expected += times->reached[bin] * pooled[bin];
+        expected += times->reached[bin] * leant_on[bin];
     }
     for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) {
-        double leant_on = shrinkage * used / expected * pooled[bin];
-        double chance = (times->used[bin] + leant_on) / (times->reached[bin] + shrinkage);
+        double others = shrinkage * used / expected * leant_on[bin];
+        double chance = (times->used[bin] + others) / (times->reached[bin] + shrinkage);
         chances[bin] = chance < 0.95 ? chance : 0.95;
     }
 }
 
-/* Write the chances of all classes together; `guess` has those before anything is known. */
-static void pool_chances(const Reuse *self, const Array *idle, const Array *guess, double *pooled) {
-    Times all = {0};
-    for (Py_ssize_t class = 0; class < self->num_classes; class++) add_times(self, idle, class, &all);
-    for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) {
-        if (all.reached[0] < 20) pooled[bin] = number(guess, bin);
-        else if (all.reached[bin] < 20) pooled[bin] = pooled[bin - 1];
-        else pooled[bin] = all.used[bin] / all.reached[bin];
+/* Make the indices of one ending and bin rise with the uses: where they fall, several take their mean, each
+ * with its weight. A head of a prefix has at least the uses of its tail, so it must not be worth less. */
+static void raise_with_uses(const Reuse *self, const double *weights, Py_ssize_t at) {
+    Py_ssize_t step = self->num_endings * self->num_bins, cells = self->num_classes * self->num_bins;
+    double means[255], sums[255];
+    Py_ssize_t lengths[255], count = 0;
+    for (Py_ssize_t cell = at; cell < cells; cell += step) {
+        double mean = number(&self->indices, cell), sum = weights[cell];
+        Py_ssize_t length = 1;
+        for (; count > 0 && means[count - 1] > mean; count--) {
+            mean = (mean * sum + means[count - 1] * sums[count - 1]) / (sum + sums[count - 1]);
+            sum += sums[count - 1];
+            length += lengths[count - 1];
+        }
+        means[count] = mean;
+        sums[count] = sum;
+        lengths[count++] = length;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        for (; lengths[i] > 0; lengths[i]--, at += step) *number_at(&self->indices, at) = means[i];
     }
 }
 
 static void derive_all(Reuse *self, const Array *idle, const Array *guess, double shrinkage) {
-    double pooled[MOST_BINS] = {0}, chances[MOST_BINS], unseen[MOST_BINS], own[MOST_BINS];
-    pool_chances(self, idle, guess, pooled);
-    index_bins(self, pooled, unseen);
-    for (Py_ssize_t class = 0; class < self->num_classes; class++) {
-        Py_ssize_t ending = class % self->num_endings, first = class;
+    double guessed[MOST_BINS] = {0}, pooled[MOST_BINS] = {0}, group[MOST_BINS] = {0};
+    double chances[MOST_BINS], weights[255 * MOST_BINS];
+    Times all = {0};
+    for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) guessed[bin] = number(guess, bin);
+    for (Py_ssize_t class = 0; class < self->num_classes; class++) add_times(self, idle, class, &all);
+    find_chances(self, &all, guessed, shrinkage, pooled);
+    for (Py_ssize_t class = self->num_classes - 1; class >= 0; class--) {
+        Py_ssize_t ending = class % self->num_endings;
+        int is_group = ending == self->num_endings - 1; /* the class that stands for all endings */
         Times times = {0};
-        if (ending == self->num_endings - 1) first -= ending; /* it stands for all endings */
-        for (Py_ssize_t each = first; each <= class; each++) add_times(self, idle, each, &times);
-        if (times.reached[0] > 0) {
-            find_chances(self, &times, pooled, shrinkage, chances);
-            index_bins(self, chances, own);
-        }
-        const double *indices = times.reached[0] > 0 ? own : unseen;
+        for (Py_ssize_t each = is_group ? class - ending : class; each <= class; each++)
+            add_times(self, idle, each, &times);
+        double *own = is_group ? group : chances;
+        find_chances(self, &times, is_group ? pooled : group, shrinkage, own);
+        double indices[MOST_BINS];
+        index_bins(self, own, indices);
         for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) {
-            Py_ssize_t at = class * self->num_bins + bin;
-            double fewer_uses = 0;
-            if (class >= self->num_endings)
-                fewer_uses = number(&self->indices, at - self->num_endings * self->num_bins);
-            *number_at(&self->indices, at) = indices[bin] > fewer_uses ? indices[bin] : fewer_uses;
+            *number_at(&self->indices, class * self->num_bins + bin) = indices[bin];
+            weights[class * self->num_bins + bin] = times.reached[bin] + shrinkage;
         }
     }
+    for (Py_ssize_t at = 0; at < self->num_endings * self->num_bins; at++) raise_with_uses(self, weights, at);
 }
 
 static PyObject *reuse_derive(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
@@ -1493,6 +1514,7 @@ static void reuse_dealloc(PyObject *object) {
     give_back(&self->given_up);
     give_back(&self->indices);
     give_back(&self->ages);
+    give_back(&self->lean);
     free_object(object);
 }
 
@@ -1502,7 +1524,8 @@ static int make_lists(Reuse *self) {
     self->num_bins = self->ages.count;
     if (check_capacity(capacity) < 0 || check_capacity(self->gone.count) < 0) return -1;
     if (self->num_bins < 1 || self->num_bins > MOST_BINS || cells % self->num_bins != 0 ||
-        self->given_up.count != cells || self->indices.count != cells) {
+        self->given_up.count != cells || self->indices.count != cells ||
+        self->lean.count != self->num_bins) {
         PyErr_SetString(PyExc_ValueError, "expected tables of one size, for 1 to 64 bins of age");
         return -1;
     }
@@ -1527,11 +1550,11 @@ static int make_lists(Reuse *self) {
 }
 
 static PyObject *reuse_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *chunks, *gone, *used, *given_up, *indices, *ages;
+    PyObject *chunks, *gone, *used, *given_up, *indices, *ages, *lean;
     Py_ssize_t num_endings, every;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OOOOOOnn", &chunks, &gone, &used, &given_up, &indices, &ages, &num_endings,
-                          &every)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOOOOOnn", &chunks, &gone, &used, &given_up, &indices, &ages, &lean,
+                          &num_endings, &every)) return NULL;
     Reuse *self = (Reuse *)new_object(type);
     if (self == NULL) return NULL;
     self->num_endings = num_endings;
@@ -1539,7 +1562,7 @@ static PyObject *reuse_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (borrow(chunks, sizeof(Chunk), 1, &self->chunks) < 0 ||
         borrow(gone, sizeof(Chunk), 1, &self->gone) < 0 || borrow(used, 8, 1, &self->used) < 0 ||
         borrow(given_up, 8, 1, &self->given_up) < 0 || borrow(indices, 8, 1, &self->indices) < 0 ||
-        borrow(ages, 8, 0, &self->ages) < 0 || make_lists(self) < 0) {
+        borrow(ages, 8, 0, &self->ages) < 0 || borrow(lean, 8, 0, &self->lean) < 0 || make_lists(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }

@@ -53,6 +53,7 @@ class ReuseLists:
         given_up: Numbers,
         indices: Numbers,
         ages: Numbers,
+        lean: Numbers,
         num_endings: int,
         every: int,
         /,

@@ -69,6 +69,7 @@ class GittinsPolicy(CachePolicy):
     def end_request(self, slots: Slots, reused: npt.NDArray[np.bool_], ending: Ending) -> None:
         now = self.clock()
         self._lists.use(slots, reused, now, ending_number(ending))
+        self.model.count_request(len(slots) / self._every)
         self._count_idle(now)
 
     # -- learning ----------------------------------------------------------------------------------

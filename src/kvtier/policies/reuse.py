@@ -6,10 +6,10 @@ these it derives, for each class and age, the best rate of hits that a slot can 
 (a Gittins index, in hits a second): the highest value, over all times to give up, of the probability of a
 use until then, divided by the expected time that the slot is taken until then.
 
-Ages are counted in bins, two for each doubling of the age, from a quarter of a second to six days. Classes
-with few counts lean on the counts of all classes. Counts are halved from time to time, so that old habits
-are forgotten and the model stays bounded. The model survives a restart as 18 kB (`to_bytes`). Scheduler
-thread only.
+Ages are counted in bins, two for each doubling of the age, from four milliseconds to six days. Classes with
+few counts lean on those of as many uses, and these on all classes. Counts are halved from time to time, so
+that old habits are forgotten and the model stays bounded. The model survives a restart as 22 kB
+(`to_bytes`). Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -31,19 +31,26 @@ one in the middle.
 NUM_ENDINGS = (len(ANSWERS) + 1) * len(ENDINGS) + 1
 """The classes of chunks with equally many uses. The last one is for requests whose end is not known yet."""
 NUM_CLASSES = len(_USES) * NUM_ENDINGS
-NUM_BINS = 44
+NUM_BINS = 56
 
-_FIRST_AGE = 0.25
-_SHRINKAGE = 300.0
-"""How many idle times a class must have seen to weigh as much as all classes together."""
+_FIRST_AGE = 2.0**-8
+_SHRINKAGE = 10.0
+"""How many requests a class must have seen to weigh as much as what it leans on. Chunks of one request come
+back together, so it is requests that tell, not chunks.
+"""
+_LEAN = 0.1
+"""The power of the age by which the index is divided to rank chunks: of chunks that are worth nearly the
+same, the one that was used last stays. Estimates are noisy, and LRU is what is right without any.
+"""
 _MOST_COUNTS = 200_000.0
-_MAGIC = b"kvtier reuse 1\n\0"
+_MAGIC = b"kvtier reuse 2\n\0"
 
 AGES: Numbers = np.concatenate(([0.0], _FIRST_AGE * np.exp2(np.arange(NUM_BINS - 1) / 2.0)))
 """The youngest age of each bin, in seconds."""
 _WIDTHS: Numbers = np.append(AGES[1:], AGES[-1] * np.sqrt(2.0)) - AGES
 _GUESS: Numbers = 0.02 * np.minimum(1.0, _WIDTHS / _FIRST_AGE)
 """The chance of a use in each bin, before anything is learnt: as with LRU, an older chunk is worth less."""
+_LEANING: Numbers = np.append(_FIRST_AGE / np.sqrt(2.0), AGES[1:]) ** -_LEAN
 
 
 def ending_number(ending: Ending | None) -> int:
@@ -66,6 +73,7 @@ class ReuseModel:
         """The index of each class at each age; a chunk with a low index is worth little."""
         none = np.zeros(0, dtype=CHUNK)
         self._tables = self.make_lists(none, none, 1)
+        self._chunks, self._squares = 1.0, 1.0  # sums over requests, of chunks and of their squares
         self.derive(self.new_counts())
 
     @staticmethod
@@ -76,14 +84,22 @@ class ReuseModel:
     def make_lists(self, chunks: Chunks, gone: Chunks, every: int) -> ReuseLists:
         """Return lists that rank by these indices, and count here."""
         indices = self.indices.reshape(-1)
-        return ReuseLists(chunks, gone, self._used, self._given_up, indices, AGES, NUM_ENDINGS, every)
+        return ReuseLists(
+            chunks, gone, self._used, self._given_up, indices, AGES, _LEANING, NUM_ENDINGS, every
+        )
+
+    def count_request(self, num_chunks: float) -> None:
+        """Count a request, of whose chunks so many were counted."""
+        self._chunks += num_chunks
+        self._squares += num_chunks * max(1.0, num_chunks)
 
     def derive(self, idle: Numbers) -> None:
         """Derive the indices anew. `idle` counts the chunks that are idle now, by class and bin."""
-        self._tables.derive(idle, _GUESS, _SHRINKAGE)
+        self._tables.derive(idle, _GUESS, _SHRINKAGE * self._squares / self._chunks)
         if self._used.sum() + self._given_up.sum() > _MOST_COUNTS:
             self._used *= 0.5
             self._given_up *= 0.5
+            self._chunks, self._squares = self._chunks / 2.0, self._squares / 2.0
 
     # -- reports and restarts ----------------------------------------------------------------------
 

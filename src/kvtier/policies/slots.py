@@ -31,8 +31,6 @@ CHUNK = np.dtype([("stamp", "f8"), ("uses", "u1"), ("class", "u1"), ("is_idle", 
 whether it is idle, so that its next use is counted.
 """
 Chunks = npt.NDArray[np.void]
-_ENOUGH = 20
-"""Idle times that make a chance known."""
 _MOST_LIKELY = 0.95
 
 
@@ -293,8 +291,8 @@ class PythonReuseLists:
 
     The arrays belong to the caller, who may read them: what is known of the chunk in each slot, and of each
     chunk that has left; the idle times that ended in a use, and those of which nothing more will be known,
-    by class and bin of age; the index of each class and bin; and the youngest age of each bin. One slot in
-    `every` is counted, and one chunk that has left.
+    by class and bin of age; the index of each class and bin; the youngest age of each bin; and what
+    an index is multiplied by for the order. One slot in `every` is counted, and one chunk that has left.
     """
 
     def __init__(
@@ -305,12 +303,13 @@ class PythonReuseLists:
         given_up: Numbers,
         indices: Numbers,
         ages: Numbers,
+        lean: Numbers,
         num_endings: int,
         every: int,
         /,
     ) -> None:
         self._chunks, self._gone, self._used, self._given_up = chunks, gone, used, given_up
-        self._indices, self._ages = indices, ages
+        self._indices, self._ages, self._lean = indices, ages, lean
         self._num_bins, self._num_endings, self._every = len(ages), num_endings, every
         self._num_classes = len(used) // len(ages)
         self._lists: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self._num_classes)]
@@ -365,21 +364,17 @@ class PythonReuseLists:
         """Return up to `count` slots with `allowed[slot]`, in the order of their index, the lowest first.
 
         Within a class the order is that of use. The oldest slots of all classes are compared; between equal
-        indices, the older slot comes first. Slots of the same class and bin follow one another.
+        indices, the older slot comes first.
         """
-        left = [[slot for slot in each if allowed[slot]] for each in self._lists]
+        left = [[slot for slot in each if allowed[slot]][::-1] for each in self._lists]
         ordered: list[int] = []
         while len(ordered) < count and any(left):
-            _, _, kind = min(
-                (self._index(slots[0], now), self._chunks[slots[0]]["stamp"], kind)
-                for kind, slots in enumerate(left)
-                if slots
+            oldest = (slots[-1] for slots in left if slots)
+            slot = min(
+                oldest, key=lambda slot: (self._index(slot, now, self._lean), self._chunks[slot]["stamp"])
             )
-            bins = [self._bin(self._chunks[slot], now) for slot in left[kind]]
-            length = sum(1 for _ in takewhile(bins[0].__le__, bins))
-            ordered += left[kind][:length]
-            del left[kind][:length]
-        return slot_array(ordered[: max(0, count)])
+            ordered.append(left[self._class_of[slot]].pop())
+        return slot_array(ordered)
 
     def worth(self, newcomers: list[OffloadKey], victims: Slots, now: float, admission: float, /) -> int:
         """Return how many of the victims should leave for newcomers, of which the last are refused first.
@@ -446,9 +441,19 @@ class PythonReuseLists:
         """Return the last bin whose youngest age is not above the age of a chunk."""
         return max(0, int(np.searchsorted(self._ages, now - chunk["stamp"], side="right")) - 1)
 
-    def _index(self, slot: int, now: float) -> float:
-        chunk = self._chunks[slot]
-        return float(self._indices[int(chunk["class"]) * self._num_bins + self._bin(chunk, now)])
+    def _index(self, slot: int, now: float, lean: Numbers | None = None) -> float:
+        """Return the index of a chunk at its age: between those of the beginnings of two bins."""
+        chunk, ages = self._chunks[slot], self._ages
+        age, bin_ = float(now - chunk["stamp"]), self._bin(chunk, now)
+        row = self._indices.reshape(-1, self._num_bins)[chunk["class"]]
+        row = row if lean is None else row * lean
+        begin, index = float(ages[bin_]), float(row[bin_])
+        if age <= begin:
+            return index
+        if bin_ + 1 == self._num_bins:
+            return index * begin / age if begin > 0 else index
+        part = (age - begin) / (float(ages[bin_ + 1]) - begin)
+        return index + part * (float(row[bin_ + 1]) - index)
 
     def _count(self, counts: Numbers, chunk: np.void, number: int, now: float) -> None:
         if chunk["is_idle"] and number % self._every == 0:
@@ -469,7 +474,8 @@ class PythonReuseLists:
         """Write the index of each class and bin. `idle` counts the idle times that have not ended.
 
         `guess` has the chance of a use in each bin before anything is known. A class with few idle times
-        leans on all classes; `shrinkage` is how many it must have seen to weigh as much as they do.
+        leans on all endings of as many uses, and these on all classes; `shrinkage` is how many it must have
+        seen to weigh as much as they do.
         """
         if len(idle) != len(self._used) or len(guess) != self._num_bins:
             raise ValueError("expected a number for each class and bin, and for each bin")
@@ -477,20 +483,13 @@ class PythonReuseLists:
         used = self._used.reshape(shape).copy()
         times = used + self._given_up.reshape(shape) + idle.reshape(shape)
         reached = np.cumsum(times[:, :, ::-1], axis=2)[:, :, ::-1].copy()
-        all_used, all_reached = used.sum(axis=(0, 1)), reached.sum(axis=(0, 1))
+        pooled = _chances(used.sum(axis=(0, 1)), reached.sum(axis=(0, 1)), guess, shrinkage)
         used[:, -1], reached[:, -1] = used.sum(axis=1), reached.sum(axis=1)  # stands for all endings
-        pooled = guess.copy()
-        known = int(np.count_nonzero(all_reached >= _ENOUGH))  # the first so many bins
-        if known:
-            pooled[:known] = all_used[:known] / all_reached[:known]
-            pooled[known:] = pooled[known - 1]
-        ratio = (used.sum(axis=2) + 1.0) / ((reached * pooled).sum(axis=2) + 1.0)
-        leant_on = shrinkage * ratio[:, :, None] * pooled
-        chances = np.minimum(_MOST_LIKELY, (used + leant_on) / (reached + shrinkage))
-        chances[reached[:, :, 0] == 0] = pooled
+        groups = _chances(used[:, -1], reached[:, -1], pooled, shrinkage)
+        chances = _chances(used, reached, groups[:, None], shrinkage)
+        chances[:, -1] = groups
         indices = np.array([[self._index_bins(row) for row in rows] for rows in chances])
-        # A head of a prefix has at least the uses of its tail, so it must not be worth less.
-        self._indices[:] = np.maximum.accumulate(indices, axis=0).reshape(-1)
+        self._indices[:] = _rising(indices, reached + shrinkage).reshape(-1)
 
     def _index_bins(self, chances: Numbers) -> list[float]:
         """Return the index of each bin: the highest ratio of hits and seconds, over all ends of waiting.
@@ -513,6 +512,36 @@ class PythonReuseLists:
             stretches.append((hits, seconds))
             indices.append(hits / seconds)
         return indices[::-1]
+
+
+def _chances(used: Numbers, reached: Numbers, leant_on: Numbers, shrinkage: float) -> Numbers:
+    """Return the chance of a use in each bin, for a chunk that has reached it.
+
+    With few idle times, it leans on other chances, times what fits best.
+    """
+    ratio = (used.sum(axis=-1) + 1.0) / ((reached * leant_on).sum(axis=-1) + 1.0)
+    others = shrinkage * ratio[..., None] * leant_on
+    chances: Numbers = np.minimum(_MOST_LIKELY, (used + others) / (reached + shrinkage))
+    return chances
+
+
+def _rising(indices: Numbers, weights: Numbers) -> Numbers:
+    """Make indices rise with the uses, the first axis: where they fall, several take their weighted mean.
+
+    A head of a prefix has at least the uses of its tail, so it must not be worth less.
+    """
+    rising = indices.copy()
+    for at in np.ndindex(indices.shape[1:]):
+        runs: list[tuple[float, float, int]] = []
+        for mean, weight in zip(indices[:, *at].tolist(), weights[:, *at].tolist(), strict=True):
+            length = 1
+            while runs and runs[-1][0] > mean:
+                other, more, others = runs.pop()
+                mean = (mean * weight + other * more) / (weight + more)
+                weight, length = weight + more, length + others
+            runs.append((mean, weight, length))
+        rising[:, *at] = [mean for mean, _, length in runs for _ in range(length)]
+    return rising
 
 
 def slot_array(slots: list[int]) -> Slots:
