@@ -260,6 +260,39 @@ def test_what_is_learnt_survives_as_bytes() -> None:
     assert long.median_seconds == pytest.approx(10.0, rel=0.5)
 
 
+@pytest.mark.parametrize("more", [1.0, 1.05])
+def test_of_chunks_that_are_worth_nearly_the_same_the_last_used_stays(more: float) -> None:
+    """Guards evictions in the order of classes within a bin of age, and by differences that are noise."""
+    policy, now = GittinsPolicy(8), [0.0]
+    policy.clock = lambda: now[0]  # type: ignore[method-assign]
+    policy.insert(np.arange(8), chunks(*range(8)))
+    for slot in range(8):
+        now[0] = 1000.0 - 4 ** (4 - slot / 2)
+        ending = Ending(1000 if slot % 2 else 10, ("unknown", "tool")[slot % 2])
+        policy.end_request(np.array([slot]), np.array([slot % 3 == 0]), ending)
+    policy.model.indices[:] = 1.0
+    policy.model.indices[policy.chunks["class"][0]] = more  # those of the oldest, too
+    now[0] = 1000.0
+    assert policy.ranked().tolist() == list(range(8))
+
+
+def test_chunks_of_long_requests_tell_no_more_than_their_requests() -> None:
+    """Guards indices that follow the noise where requests have many chunks, which come back together."""
+    found = {}
+    for chunks_of_request in (1, 100):
+        model = ReuseModel()
+        for _ in range(20):
+            model.count_request(chunks_of_request)
+        used, given_up = (table.reshape(NUM_CLASSES, NUM_BINS) for table in (model._used, model._given_up))
+        used[:, 25], given_up[:, 30] = 40.0 * chunks_of_request, 60.0 * chunks_of_request
+        # Of ten requests, four came back, and sooner than those of other classes do.
+        used[0, 15], used[0, 25] = 4.0 * chunks_of_request, 0.0
+        given_up[0, 30] = 6.0 * chunks_of_request
+        model.derive(model.new_counts())
+        found[chunks_of_request] = model.indices[0, 20]
+    assert found[100] == pytest.approx(found[1], rel=0.2)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_damaged_bytes_are_not_taken(seed: int) -> None:
     rng, data = random.Random(seed), bytearray(ReuseModel().to_bytes())

@@ -1272,8 +1272,8 @@ static inline int leaves_before(const Oldest *one, const Oldest *other) {
     return one->class < other->class;
 }
 
-/* List the slots in the order in which they leave. The classes with slots are in a heap; that of which a slot
- * leaves next is at its root. */
+/* List the slots in the order in which they leave. The classes with slots are in a heap; that of which a
+ * slot leaves next is at its root. */
 static Py_ssize_t list_in_order(const Reuse *self, const Array *allowed, double now, const Array *out) {
     Oldest heap[256], one;
     Py_ssize_t size = 0, done = 0, at;
@@ -1480,7 +1480,9 @@ static void derive_all(Reuse *self, const Array *idle, const Array *guess, doubl
             weights[class * self->num_bins + bin] = times.reached[bin] + shrinkage;
         }
     }
-    for (Py_ssize_t at = 0; at < self->num_endings * self->num_bins; at++) raise_with_uses(self, weights, at);
+    for (Py_ssize_t at = 0; at < self->num_endings * self->num_bins; at++) {
+        raise_with_uses(self, weights, at);
+    }
 }
 
 static PyObject *reuse_derive(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
