@@ -323,6 +323,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, action="append", default=[], help="a trace to add")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too, `-` for stdout")
+    parser.set_defaults(threads=1)
     arguments = parser.parse_args()
     traces = [make_trace(name, arguments.seed) for name in arguments.workload or WORKLOADS]
     traces += [read_trace(path) for path in arguments.trace]
