@@ -288,7 +288,7 @@ def prepare(trace: Trace) -> list[Prepared]:
 def replay(requests: list[Prepared], chunk: int, slots: int, name: str) -> int:
     """Serve all requests from a pool, one after the other, and return the prompt tokens that it had."""
     policy, now, hits = make_policy(name, slots), [0.0], 0
-    policy.clock = lambda: now[0]  # type: ignore[method-assign]
+    policy.clock = lambda: now[0]
     manager = CPUOffloadingManager(slots, policy)
     for number, request in enumerate(requests):
         now[0] = request.time
