@@ -94,6 +94,7 @@ bench: $(ALL) $(VLLM) $(MODEL) ## Measure the README's claims (bench-gpu: those 
 	@mkdir -p $(RESULTS)
 	$(PEER)/python benchmarks/keys.py --json $(RESULTS)/keys.json
 	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json
+	$(BIN)/python benchmarks/policies.py --json $(RESULTS)/policies.json
 	$(PEER)/python benchmarks/publisher.py --json $(RESULTS)/publisher.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/overhead.py --waiting 10000 --json $(RESULTS)/overhead_waiting.json

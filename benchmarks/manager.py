@@ -92,8 +92,12 @@ class KVTier:
     def __init__(self, capacity: int, policy: str) -> None:
         self.manager = CPUOffloadingManager(capacity, policy)
         self.prepare_store = self.manager.prepare_store
+        # Simulated: `gittins` decides by time, and all passes must make the same calls.
+        self.now = 0.0
+        self.manager.policy.clock = lambda: self.now
 
     def context(self, request: Request) -> ReqContext:
+        self.now += 0.05
         return ReqContext(req_id=request.req_id)
 
     def lookup(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:

@@ -279,21 +279,23 @@ class SlotTable:
         spared: Slots = NO_SLOTS,
         newcomers: list[OffloadKey] | None = None,
         tenant: str = "",
+        user: int = NO_USER,
     ) -> tuple[Slots, list[OffloadKey]]:
         """Evict up to `count` chunks, none of them in a spared slot; return their slots and their keys.
 
-        With `newcomers`, the policy may find that the last of them are not worth it, and evict fewer.
+        With `newcomers`, the policy may find that the last of them are not worth it, and evict fewer. `user`
+        stores them.
         """
         if count <= 0:
             return NO_SLOTS, []
         if not len(spared):
             if self.marks is None:
-                return self._evict_among(self.evictable, count, newcomers)
-            return self._evict(count, newcomers, tenant)
+                return self._evict_among(self.evictable, count, newcomers, user)
+            return self._evict(count, newcomers, tenant, user)
         hidden = spared[self.evictable[spared]]
         self.evictable[hidden] = False
         try:
-            return self._evict(count, newcomers, tenant)
+            return self._evict(count, newcomers, tenant, user)
         finally:
             self.evictable[hidden] = True
 
@@ -313,18 +315,18 @@ class SlotTable:
         return slots
 
     def _evict(
-        self, count: int, newcomers: list[OffloadKey] | None, tenant: str
+        self, count: int, newcomers: list[OffloadKey] | None, tenant: str, user: int
     ) -> tuple[Slots, list[OffloadKey]]:
         marks = self.marks
         if marks is None:
-            return self._evict_among(self.evictable, count, newcomers)
+            return self._evict_among(self.evictable, count, newcomers, user)
         all_victims, all_keys = [NO_SLOTS], list[OffloadKey]()
         groups = marks.groups_for(tenant, count, self.num_free(), self.evictable, self._now())
         for group, for_any, most in groups:
             wanted = min(most - len(all_keys), int(np.count_nonzero(group)))
             if wanted <= 0:
                 continue
-            victims, keys = self._evict_among(group, wanted, None if for_any else newcomers)
+            victims, keys = self._evict_among(group, wanted, None if for_any else newcomers, user)
             marks.leave(victims)
             all_victims.append(victims)
             all_keys += keys
@@ -333,13 +335,15 @@ class SlotTable:
         return np.concatenate(all_victims), all_keys
 
     def _evict_among(
-        self, group: Mask, count: int, newcomers: list[OffloadKey] | None
+        self, group: Mask, count: int, newcomers: list[OffloadKey] | None, user: int
     ) -> tuple[Slots, list[OffloadKey]]:
         """Evict up to `count` chunks of a group, all of which are evictable."""
         if newcomers is None:
             victims = self._choose_victims(count, group, self.keys)
         else:
-            victims = self._choose_for(newcomers, count, group, self.keys)
+            victims = self._choose_for(
+                newcomers, count, group, self.keys, lambda slots: self._stored_by[slots] == user
+            )
         if len(victims) <= count and (self.marks is None or group[victims].all()):
             keys = self._book.release(victims)
             if keys is not None:
@@ -348,7 +352,7 @@ class SlotTable:
         if type(self.policy) in _OURS:
             raise IntegrityError(f"policy {type(self.policy).__qualname__}: {wrong}")
         self._replace_policy("evict", wrong)
-        return self._evict_among(group, count, newcomers)
+        return self._evict_among(group, count, newcomers, user)
 
     def _now(self) -> float:
         """Return the time by the policy's clock, which is simulated if the policy's time is."""
@@ -440,7 +444,7 @@ class SlotTable:
         if type(policy).end_request is CachePolicy.end_request:
             self._end_request = lambda slots, reused, _ending: self._touch(slots, reused)
         if type(policy).evict_for is CachePolicy.evict_for:
-            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args)
+            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args[:-1])
 
     def _ask(self, call: str, *args: Any) -> Any:
         """Call a policy of another package, with copies of arrays: the originals belong to transfers too.

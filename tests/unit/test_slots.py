@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from kvtier.keys import OffloadKey
 from kvtier.policies.slots import (
     ABSENT,
+    CHUNK,
     WRITING,
     PythonBook,
-    PythonClassLists,
     PythonGhosts,
     PythonRecency,
+    PythonReuseLists,
 )
 
 _slots = pytest.importorskip("kvtier.native._slots", reason="kvtier.native._slots was not compiled here")
@@ -326,52 +327,131 @@ class TestGhosts:
                 ghosts.remember(0, bad)
 
 
-class TestClassLists:
-    @given(st.randoms(use_true_random=False), st.integers(0, 12), st.integers(1, 4))
+class Reuse:
+    """The lists of one form, with the arrays that they share with their maker."""
+
+    def __init__(self, kind: Any, capacity: int, num_gone: int, num_endings: int, every: int) -> None:
+        self.ages = np.array([0.0, 0.5, 1.0, 4.0, 9.0])
+        self.chunks, self.gone = np.zeros(capacity, CHUNK), np.zeros(num_gone, CHUNK)
+        cells = 3 * num_endings * len(self.ages)
+        self.used, self.given_up, self.indices = np.zeros(cells), np.zeros(cells), np.zeros(cells)
+        self.arrays = self.chunks, self.gone, self.used, self.given_up, self.indices
+        self.lean = np.array([2.0, 1.5, 1.0, 1.0, 0.5])
+        self.lists = kind(*self.arrays, self.ages, self.lean, num_endings, every)
+
+    def derive(self, now: float) -> None:
+        idle = np.zeros(len(self.used))
+        for start, stop in ((0, 3), (3, 9), (9, 99)):
+            self.lists.count_idle(start, stop, now, idle)
+        self.lists.derive(idle, np.array([0.1, 0.2, 0.1, 0.3, 0.02]), 2.0)
+
+
+class TestReuseLists:
+    @given(st.randoms(use_true_random=False), st.integers(0, 12), st.integers(0, 30), st.integers(1, 3))
     @settings(deadline=None)
-    def test_c_and_python_agree(self, rng: Any, capacity: int, num_classes: int) -> None:
-        one, other = _slots.ClassLists(capacity, num_classes), PythonClassLists(capacity, num_classes)
-        stamps, now, num_bins = np.zeros(capacity), 0.0, rng.randint(1, 5)
-        for _ in range(12):
+    def test_c_and_python_agree(self, rng: Any, capacity: int, num_gone: int, every: int) -> None:
+        num_endings, now = rng.randint(1, 4), 0.0
+        one, other = (
+            Reuse(kind, capacity, num_gone, num_endings, every)
+            for kind in (_slots.ReuseLists, PythonReuseLists)
+        )
+        held: dict[int, OffloadKey] = {}
+
+        def both(call: str, *arguments: Any) -> Any:
+            first, second = (getattr(each.lists, call)(*arguments) for each in (one, other))
+            assert plain(first) == plain(second), call
+            return first
+
+        for _ in range(25):
             now += rng.choice((0.0, 0.5, 3.0))
-            slots = array(rng.sample(range(capacity), rng.randint(0, capacity)))
-            if rng.random() < 0.7:
-                classes = array([rng.randrange(num_classes) for _ in slots])
-                stamps[slots] = now
-                one.use(slots, classes)
-                other.use(slots, classes)
-            else:
-                one.drop(slots)
-                other.drop(slots)
+            free = [slot for slot in range(capacity) if slot not in held]
+            absent = [key for key in UNIVERSE if key not in held.values()]
+            some = rng.sample(sorted(held), rng.randint(0, len(held)))
+            match rng.randrange(7):
+                case 0 | 1:
+                    new = rng.sample(free, rng.randint(0, len(free)))
+                    names = rng.sample(absent, len(new))
+                    both("insert", array(new), names, now)
+                    held.update(zip(new, names, strict=True))
+                case 2 | 3:
+                    reused = np.array([rng.random() < 0.7 for _ in some], dtype=np.bool_)
+                    both("use", array(some), reused, now, rng.randrange(num_endings))
+                case 4:
+                    if rng.random() < 0.5:
+                        both("remove", array(some), now)
+                    else:
+                        both("leave", array(some), [held[slot] for slot in some], now)
+                    for slot in some:
+                        del held[slot]
+                case 5:
+                    both("refuse", rng.sample(absent, rng.randint(0, 9)), now)
+                case _:
+                    one.derive(now)
+                    other.derive(now)
+                    assert np.allclose(one.indices, other.indices, rtol=1e-9)
+                    one.indices[:] = other.indices[:] = np.round(other.indices, 2)  # ties, too
+            assert all(map(np.array_equal, one.arrays[:4], other.arrays[:4]))
             allowed = np.array([rng.random() < 0.8 for _ in range(capacity)], dtype=np.bool_)
-            bounds = np.append(np.inf, now - np.sort([rng.uniform(0, 6) for _ in range(num_bins - 1)]))
-            indices = np.array([rng.choice((0.1, 0.2, 0.3)) for _ in range(num_classes * num_bins)])
-            ranking = rng.randint(-1, capacity + 1), allowed, stamps, bounds, indices
-            assert one.order(*ranking).tolist() == other.order(*ranking).tolist()
-            assert len(one) == len(other)
+            victims = both("order", rng.randint(-1, capacity + 1), allowed, now)
+            newcomers = rng.sample(absent, min(len(absent), len(victims) + rng.randint(0, 3)))
+            both("worth", newcomers, victims[: len(newcomers)], now, rng.choice((0.0, 0.5, 0.9, 2.0)))
+            assert len(one.lists) == len(other.lists) == len(held)
+
+    @pytest.mark.parametrize("kind", [_slots.ReuseLists, PythonReuseLists])
+    def test_lists_of_different_sizes_are_refused(self, kind: Any) -> None:
+        lists = Reuse(kind, 4, 2, 1, 1).lists
+        lists.insert(array([0, 1]), UNIVERSE[:2], 0.0)
+        with pytest.raises(ValueError, match="a key for each slot"):
+            lists.insert(array([2]), UNIVERSE[:2], 0.0)
+        with pytest.raises(ValueError, match="a key for each slot"):
+            lists.leave(array([0, 1]), UNIVERSE[:1], 0.0)
+        with pytest.raises(ValueError, match="a flag for each slot"):
+            lists.use(array([0, 1]), np.ones(1, dtype=np.bool_), 0.0, 0)
+        with pytest.raises(ValueError, match="a key for each slot"):
+            lists.worth(UNIVERSE[:1], array([0, 1]), 0.0, 0.8)
+        with pytest.raises(ValueError, match="each class and bin"):
+            lists.count_idle(0, 9, 0.0, np.zeros(3))
+        with pytest.raises(ValueError, match="each class and bin"):
+            lists.derive(np.zeros(3), np.zeros(5), 1.0)
+        assert len(lists) == 2
 
     def test_nonsense_is_refused(self) -> None:
-        lists, flags, times = _slots.ClassLists(4, 2), np.ones(4, dtype=np.bool_), np.zeros(4)
-        lists.use(array([0, 1]), array([0, 1]))
-        with pytest.raises(IndexError, match="slots from 0 to 3"):
-            lists.use(array([4]), array([0]))
-        with pytest.raises(IndexError, match="slots from 0 to 1"):
-            lists.use(array([0]), array([2]))
-        with pytest.raises(ValueError, match="a class for each slot"):
-            lists.use(array([0, 1]), array([0]))
-        with pytest.raises(ValueError, match="1 to 255 classes"):
-            _slots.ClassLists(4, 0)
-        for bad in (
-            (1, flags[:3], times, np.zeros(1), np.zeros(2)),
-            (1, flags, times[:3], np.zeros(1), np.zeros(2)),
-            (1, flags, times, np.zeros(0), np.zeros(2)),
-            (1, flags, times, np.zeros(2), np.zeros(3)),
+        reuse = Reuse(_slots.ReuseLists, 4, 2, 2, 1)
+        lists, flags = reuse.lists, np.ones(4, dtype=np.bool_)
+        for call, arguments in (
+            ("insert", (array([4]), UNIVERSE[:1], 0.0)),
+            ("use", (array([-1]), flags[:1], 0.0, 0)),
+            ("leave", (array([4]), UNIVERSE[:1], 0.0)),
+            ("remove", (array([4]), 0.0)),
+            ("worth", (UNIVERSE[:1], array([4]), 0.0, 0.8)),
         ):
-            with pytest.raises(ValueError, match="a flag and a time for each slot"):
-                lists.order(*bad)
+            with pytest.raises(IndexError, match="slots from 0 to 3"):
+                getattr(lists, call)(*arguments)
+        with pytest.raises(ValueError, match="one of 2 endings"):
+            lists.use(array([0]), flags[:1], 0.0, 2)
+        with pytest.raises(ValueError, match="a flag for each slot"):
+            lists.order(1, flags[:3], 0.0)
+        for call in ("insert", "use", "order", "worth", "leave", "refuse", "remove", "count_idle", "derive"):
+            with pytest.raises(TypeError):
+                getattr(lists, call)("one")
         with pytest.raises(TypeError):
-            lists.order(1, flags)
-        assert lists.order(9, flags, times, np.zeros(1), np.zeros(2)).tolist() == [0, 1]
+            lists.refuse([None], 0.0)
+        with pytest.raises(TypeError):
+            lists.insert(array([0]), [None], 0.0)
+        ages, lean, good = reuse.ages, reuse.lean, reuse.arrays
+        for wrong in (
+            (*good, np.zeros(0), lean, 2, 1),
+            (*good, np.zeros(65), lean, 2, 1),
+            (*good, ages, lean, 0, 1),
+            (*good, ages, lean[1:], 2, 1),
+            (*good, ages, lean, 4, 1),
+            (*good, ages, lean, 2, 0),
+            (*good[:2], np.zeros(5), *good[3:], ages, lean, 2, 1),
+            (np.zeros(4), *good[1:], ages, lean, 2, 1),
+        ):
+            with pytest.raises(ValueError, match="expected"):
+                _slots.ReuseLists(*wrong)
+        assert len(lists) == 0
 
 
 @pytest.mark.parametrize("book", [PythonBook, _slots.SlotBook])

@@ -1,7 +1,7 @@
 /* The classes of `kvtier.policies.slots` without a Python call for each chunk: which chunk is in which slot
- * (SlotBook), keys that were evicted (GhostLists), slots in order of use (RecencyList), and the same for
- * several classes of slots (ClassLists). This module is optional: where it was not compiled, the classes
- * Python… of that module do the same. Their docstrings say what each method promises.
+ * (SlotBook), keys that were evicted (GhostLists), slots in order of use (RecencyList), and slots by class
+ * with what is learnt of their reuse (ReuseLists). This module is optional: where it was not compiled, the
+ * classes Python… of that module do the same. Their docstrings say what each method promises.
  * tests/unit/test_slots.py compares the two.
  *
  * The keys of a prompt are a thousand lookups in cold memory. They are looked up a few at a time, and the
@@ -800,10 +800,20 @@ static PyObject *ghosts_sizes(PyObject *object, PyObject *unused) {
     return Py_BuildValue("(nn)", ((Ghosts *)object)->sizes[0], ((Ghosts *)object)->sizes[1]);
 }
 
-static void ghosts_dealloc(PyObject *object) {
-    Ghosts *self = (Ghosts *)object;
+static int make_ghosts(Ghosts *self, Py_ssize_t capacity, Py_ssize_t num_lists) {
+    self->capacity = capacity;
+    self->num_lists = num_lists;
+    self->hashes = PyMem_Calloc((size_t)(num_lists * capacity) + 1, sizeof *self->hashes);
+    return make_table(&self->table, num_lists * capacity) < 0 || self->hashes == NULL ? -1 : 0;
+}
+
+static void free_ghosts(Ghosts *self) {
     PyMem_Free(self->table.entries);
     PyMem_Free(self->hashes);
+}
+
+static void ghosts_dealloc(PyObject *object) {
+    free_ghosts((Ghosts *)object);
     free_object(object);
 }
 
@@ -815,10 +825,7 @@ static PyObject *ghosts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return PyErr_Format(PyExc_ValueError, "expected 1 or 2 lists, got %zd", num_lists);
     Ghosts *self = (Ghosts *)new_object(type);
     if (self == NULL) return NULL;
-    self->capacity = capacity;
-    self->num_lists = num_lists;
-    self->hashes = PyMem_Calloc((size_t)(num_lists * capacity) + 1, sizeof *self->hashes);
-    if (make_table(&self->table, num_lists * capacity) < 0 || self->hashes == NULL) {
+    if (make_ghosts(self, capacity, num_lists) < 0) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -1001,23 +1008,46 @@ static PyType_Slot recency_slots[] = {
 static PyType_Spec recency_spec = {"kvtier.native._slots.RecencyList", sizeof(Recency), 0,
                                    Py_TPFLAGS_DEFAULT, recency_slots};
 
-/* -- ClassLists: slots of several classes, each in order of use ----------------------------------------- */
+/* -- ReuseLists: chunks by class, those that left, and the times that they were idle -------------------- */
+
+enum { MOST_BINS = 64 };
+
+/* What is known of a chunk. numpy has the array; `CHUNK` in kvtier.policies.slots describes it. */
+typedef struct {
+    double stamp;
+    uint8_t uses, class, is_idle;
+} Chunk;
 
 /* A ring of links for each class, as in RecencyList: the link of class c has the index `capacity + c`. */
 typedef struct {
     PyObject_HEAD
-    Py_ssize_t capacity, num_classes, length;
+    Py_ssize_t capacity, num_classes, num_bins, num_endings, length, every;
     int32_t *newer, *older;
-} Classes;
+    Ghosts ghosts;
+    Array chunks, gone;                  /* of Chunk: by slot, and by position among the ghosts */
+    Array used, given_up, indices;       /* of double, by class and bin */
+    Array ages, lean;                    /* of double, by bin */
+} Reuse;
 
-static void unlink_classed(Classes *self, int32_t slot) {
+static inline double *number_at(const Array *array, Py_ssize_t i) {
+    return (double *)(array->data + i * array->stride);
+}
+static inline double number(const Array *array, Py_ssize_t i) { return *number_at(array, i); }
+static inline Chunk *chunk_at(const Array *array, Py_ssize_t i) {
+    return (Chunk *)(array->data + i * array->stride);
+}
+
+static void unlink_classed(Reuse *self, int32_t slot) {
     self->newer[self->older[slot]] = self->newer[slot];
     self->older[self->newer[slot]] = self->older[slot];
     self->newer[slot] = NONE;
     self->length--;
 }
 
-static void link_classed(Classes *self, int32_t slot, int32_t end) {
+/* Make a slot the most recent of its chunk's class. */
+static void link_classed(Reuse *self, int32_t slot) {
+    int32_t end = (int32_t)(self->capacity + chunk_at(&self->chunks, slot)->class);
+    if (self->newer[slot] != NONE) unlink_classed(self, slot);
     int32_t newest = self->older[end];
     self->older[slot] = newest;
     self->newer[slot] = end;
@@ -1026,205 +1056,539 @@ static void link_classed(Classes *self, int32_t slot, int32_t end) {
     self->length++;
 }
 
-static PyObject *classes_use(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
-    Classes *self = (Classes *)object;
-    Array slots, classes;
-    if (num_args != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
-    if (borrow_slots(args[0], 0, self->capacity, &slots) < 0) return NULL;
-    if (borrow_slots(args[1], 0, self->num_classes, &classes) < 0) {
-        give_back(&slots);
-        return NULL;
-    }
-    int fits = classes.count == slots.count;
-    for (Py_ssize_t i = slots.count - 1; fits && i >= 0; i--) {
-        int32_t slot = (int32_t)get(&slots, i);
-        if (self->newer[slot] != NONE) unlink_classed(self, slot);
-        link_classed(self, slot, (int32_t)(self->capacity + get(&classes, i)));
-    }
-    give_back(&slots);
-    give_back(&classes);
-    if (fits) return Py_NewRef(Py_None);
-    return PyErr_Format(PyExc_ValueError, "expected a class for each slot");
-}
-
-static PyObject *drop_classed(void *object, const Array *slots) {
-    Classes *self = object;
-    for (Py_ssize_t i = 0; i < slots->count; i++) {
-        int32_t slot = (int32_t)get(slots, i);
-        if (self->newer[slot] != NONE) unlink_classed(self, slot);
-    }
-    return Py_NewRef(Py_None);
-}
-
-static PyObject *classes_drop(PyObject *self, PyObject *slots) {
-    return with_slots(drop_classed, self, slots, 0, ((Classes *)self)->capacity);
-}
-
-/* What `order` reads: which slots are allowed, when each was used, the youngest age of each bin as a time,
- * and the index of each class in each bin, class by class. */
-typedef struct {
-    Array allowed, stamps, bounds, indices;
-} Ranking;
-
-static inline double number(const Array *array, Py_ssize_t i) {
-    return *(double *)(array->data + i * array->stride);
-}
-
-/* Return the last bin whose bound is not before the stamp; bounds go back in time. */
-static Py_ssize_t bin_of(const Ranking *by, double stamp) {
-    Py_ssize_t low = 0, high = by->bounds.count - 1;
+/* Return the last bin whose youngest age is not above this age. */
+static Py_ssize_t bin_of(const Reuse *self, double age) {
+    Py_ssize_t low = 0, high = self->num_bins - 1;
     while (low < high) {
         Py_ssize_t middle = (low + high + 1) / 2;
-        if (stamp <= number(&by->bounds, middle)) low = middle;
+        if (number(&self->ages, middle) <= age) low = middle;
         else high = middle - 1;
     }
     return low;
 }
 
+/* Count an idle time that ends now, of a chunk with this number, in a table by class and bin. */
+static void count_idle(const Reuse *self, const Array *counts, const Chunk *chunk, Py_ssize_t number,
+                       double now) {
+    if (!chunk->is_idle || number % self->every != 0) return;
+    ++*number_at(counts, chunk->class * self->num_bins + bin_of(self, now - chunk->stamp));
+}
+
+static inline uint8_t one_more(uint8_t uses) { return uses == 255 ? uses : (uint8_t)(uses + 1); }
+
+/* Return the class of chunks with so many uses: 1, 2, 3 to 4, 5 to 8, and so on. */
+static uint8_t class_of(const Reuse *self, uint8_t uses, Py_ssize_t ending) {
+    Py_ssize_t by_uses = 0, most = self->num_classes / self->num_endings - 1;
+    while (by_uses < most && uses > 1 << by_uses) by_uses++;
+    return (uint8_t)(by_uses * self->num_endings + ending);
+}
+
+static void use_chunk(Reuse *self, int32_t slot, int is_reused, double now, Py_ssize_t ending) {
+    Chunk *chunk = chunk_at(&self->chunks, slot);
+    if (is_reused && chunk->is_idle) {
+        count_idle(self, &self->used, chunk, slot, now);
+        chunk->uses = one_more(chunk->uses);
+    }
+    chunk->stamp = now;
+    chunk->is_idle = ending < self->num_endings - 1;
+    chunk->class = class_of(self, chunk->uses, ending);
+    link_classed(self, slot);
+}
+
+static PyObject *reuse_use(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    Array slots, reused;
+    if (num_args != 4) return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", num_args);
+    double now = PyFloat_AsDouble(args[2]);
+    Py_ssize_t ending = PyLong_AsSsize_t(args[3]);
+    if (PyErr_Occurred()) return NULL;
+    if (ending < 0 || ending >= self->num_endings)
+        return PyErr_Format(PyExc_ValueError, "expected one of %zd endings, got %zd", self->num_endings,
+                            ending);
+    if (borrow_slots(args[0], 0, self->capacity, &slots) < 0) return NULL;
+    if (borrow(args[1], 1, 0, &reused) < 0) {
+        give_back(&slots);
+        return NULL;
+    }
+    int fits = reused.count == slots.count;
+    for (Py_ssize_t i = slots.count - 1; fits && i >= 0; i--) {
+        use_chunk(self, (int32_t)get(&slots, i), *flag(&reused, i), now, ending);
+    }
+    give_back(&slots);
+    give_back(&reused);
+    if (fits) return Py_NewRef(Py_None);
+    return PyErr_Format(PyExc_ValueError, "expected a flag for each slot");
+}
+
+/* Forget a chunk that comes back, and count that. Return its uses, with this one. */
+static uint8_t recall_one(Reuse *self, uint64_t hash, double now) {
+    int32_t position = find_ghost(&self->ghosts, hash);
+    if (position == NONE) return 1;
+    Chunk *gone = chunk_at(&self->gone, position);
+    forget_ghost(&self->ghosts, position);
+    count_idle(self, &self->used, gone, position, now);
+    gone->is_idle = 0;
+    return one_more(gone->uses);
+}
+
+/* Remember a chunk that is not held any more, in the place of the oldest such chunk. */
+static void remember_one(Reuse *self, uint64_t hash, Chunk chunk, double now) {
+    int32_t known = find_ghost(&self->ghosts, hash);
+    if (self->ghosts.capacity == 0) return;
+    if (known != NONE) chunk_at(&self->gone, known)->is_idle = 0;
+    int32_t position = add_ghost(&self->ghosts, 0, hash);
+    Chunk *oldest = chunk_at(&self->gone, position);
+    count_idle(self, &self->given_up, oldest, position, now);
+    *oldest = chunk;
+}
+
+/* What `with_keys` does for each key, whose slot is NONE if there are no slots. */
+typedef void OnKey(Reuse *self, int32_t slot, uint64_t hash, double now);
+
+static void insert_one_chunk(Reuse *self, int32_t slot, uint64_t hash, double now) {
+    uint8_t uses = recall_one(self, hash, now);
+    *chunk_at(&self->chunks, slot) = (Chunk){now, uses, class_of(self, uses, self->num_endings - 1), 0};
+}
+
+static void leave_one(Reuse *self, int32_t slot, uint64_t hash, double now) {
+    Chunk *chunk = chunk_at(&self->chunks, slot);
+    if (self->newer[slot] != NONE) unlink_classed(self, slot);
+    remember_one(self, hash, *chunk, now);
+    chunk->is_idle = 0;
+}
+
+static void refuse_one(Reuse *self, int32_t slot, uint64_t hash, double now) {
+    uint8_t uses = recall_one(self, hash, now);
+    (void)slot;
+    remember_one(self, hash, (Chunk){now, uses, class_of(self, uses, self->num_endings - 1), 1}, now);
+}
+
+/* Call a function for each key of a list, and its slot if there are slots; -1 with an exception set. */
+static int for_each_key(Reuse *self, PyObject *keys, const Array *slots, double now, OnKey *call) {
+    Some some;
+    Py_ssize_t count, total = count_keys(keys);
+    if (total < 0) return -1;
+    if (slots != NULL && slots->count != total) {
+        PyErr_SetString(PyExc_ValueError, "expected a key for each slot");
+        return -1;
+    }
+    for (Py_ssize_t start = 0; start < total; start += count) {
+        count = hash_some(&self->ghosts.table, keys, start, some.keys, some.hashes);
+        if (count < 0) return -1;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            int32_t slot = slots == NULL ? NONE : (int32_t)get(slots, start + i);
+            call(self, slot, some.hashes[i], now);
+        }
+    }
+    return 0;
+}
+
+/* Call a function for each of the slots and keys of the arguments `slots, keys, now`. */
+static PyObject *with_keys(PyObject *object, PyObject *const *args, Py_ssize_t num_args, OnKey *call,
+                           int links) {
+    Reuse *self = (Reuse *)object;
+    Array slots;
+    if (num_args != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", num_args);
+    double now = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred() || borrow_slots(args[0], 0, self->capacity, &slots) < 0) return NULL;
+    int status = for_each_key(self, args[1], &slots, now, call);
+    for (Py_ssize_t i = slots.count - 1; links && status == 0 && i >= 0; i--) {
+        link_classed(self, (int32_t)get(&slots, i));
+    }
+    give_back(&slots);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *reuse_insert(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    return with_keys(self, args, num_args, insert_one_chunk, 1);
+}
+
+static PyObject *reuse_leave(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    return with_keys(self, args, num_args, leave_one, 0);
+}
+
+static PyObject *reuse_refuse(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    if (num_args != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
+    double now = PyFloat_AsDouble(args[1]);
+    if (PyErr_Occurred() || for_each_key((Reuse *)self, args[0], NULL, now, refuse_one) < 0) return NULL;
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *reuse_remove(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    Array slots;
+    if (num_args != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
+    double now = PyFloat_AsDouble(args[1]);
+    if (PyErr_Occurred() || borrow_slots(args[0], 0, self->capacity, &slots) < 0) return NULL;
+    for (Py_ssize_t i = 0; i < slots.count; i++) {
+        int32_t slot = (int32_t)get(&slots, i);
+        Chunk *chunk = chunk_at(&self->chunks, slot);
+        count_idle(self, &self->given_up, chunk, slot, now);
+        chunk->is_idle = 0;
+        if (self->newer[slot] != NONE) unlink_classed(self, slot);
+    }
+    give_back(&slots);
+    return Py_NewRef(Py_None);
+}
+
+/* -- which chunks leave */
+
+/* Return the index of a chunk at its age: between those of the beginnings of two bins. With `lean`, each of
+ * the two is multiplied by that of its bin. */
+static double index_of(const Reuse *self, const Chunk *chunk, double now, const Array *lean) {
+    double age = now - chunk->stamp;
+    Py_ssize_t bin = bin_of(self, age), at = chunk->class * self->num_bins + bin;
+    double begin = number(&self->ages, bin), index = number(&self->indices, at);
+    if (lean != NULL) index *= number(lean, bin);
+    if (age <= begin) return index;
+    if (bin + 1 == self->num_bins) return begin > 0 ? index * begin / age : index;
+    double part = (age - begin) / (number(&self->ages, bin + 1) - begin);
+    double next = number(&self->indices, at + 1);
+    if (lean != NULL) next *= number(lean, bin + 1);
+    return index + part * (next - index);
+}
+
 /* The oldest slot of a class that may be listed next, its stamp, and its index. */
 typedef struct {
     int32_t slot; /* the link of the class if no slot is left */
+    int32_t class;
     double stamp, index;
 } Oldest;
 
-/* Go on to the next allowed slot of a class. */
-static void find_oldest(const Classes *self, const Ranking *by, Py_ssize_t class, Oldest *oldest) {
-    int32_t end = (int32_t)(self->capacity + class);
-    int32_t slot = oldest->slot;
-    while (slot != end && !*flag(&by->allowed, slot)) slot = self->newer[slot];
+/* Go on to the next allowed slot of a class, beginning with this one; return whether there is one. */
+static int find_oldest(const Reuse *self, const Array *allowed, double now, int32_t slot, Oldest *oldest) {
+    int32_t end = (int32_t)self->capacity + oldest->class;
+    while (slot != end && !*flag(allowed, slot)) slot = self->newer[slot];
+    if (slot == end) return 0;
     oldest->slot = slot;
-    if (slot == end) return;
-    oldest->stamp = number(&by->stamps, slot);
-    oldest->index = number(&by->indices, class * by->bounds.count + bin_of(by, oldest->stamp));
+    oldest->stamp = chunk_at(&self->chunks, slot)->stamp;
+    oldest->index = index_of(self, chunk_at(&self->chunks, slot), now, &self->lean);
+    return 1;
 }
 
-/* List slots of a class as long as their index stays the same; return how many are listed then. */
-static Py_ssize_t list_run(const Classes *self, const Ranking *by, Py_ssize_t class, Oldest *oldest,
-                           const Array *out, Py_ssize_t done) {
-    int32_t end = (int32_t)(self->capacity + class), slot = oldest->slot;
-    double until = number(&by->bounds, bin_of(by, oldest->stamp));
-    while (slot != end && done < out->count && number(&by->stamps, slot) <= until) {
-        if (*flag(&by->allowed, slot)) set(out, done++, slot);
-        slot = self->newer[slot];
+static inline int leaves_before(const Oldest *one, const Oldest *other) {
+    if (one->index != other->index) return one->index < other->index;
+    if (one->stamp != other->stamp) return one->stamp < other->stamp;
+    return one->class < other->class;
+}
+
+/* List the slots in the order in which they leave. The classes with slots are in a heap; that of which a
+ * slot leaves next is at its root. */
+static Py_ssize_t list_in_order(const Reuse *self, const Array *allowed, double now, const Array *out) {
+    Oldest heap[256], one;
+    Py_ssize_t size = 0, done = 0, at;
+    for (one.class = 0; one.class < self->num_classes; one.class++) {
+        if (!find_oldest(self, allowed, now, self->newer[self->capacity + one.class], &one)) continue;
+        for (at = size++; at > 0 && leaves_before(&one, heap + (at - 1) / 2); at = (at - 1) / 2) {
+            heap[at] = heap[(at - 1) / 2];
+        }
+        heap[at] = one;
     }
-    oldest->slot = slot;
-    find_oldest(self, by, class, oldest);
+    while (done < out->count && size > 0) {
+        one = heap[0];
+        set(out, done++, one.slot);
+        if (!find_oldest(self, allowed, now, self->newer[one.slot], &one)) one = heap[--size];
+        at = 0;
+        for (Py_ssize_t next; (next = 2 * at + 1) < size; at = next) {
+            if (next + 1 < size && leaves_before(heap + next + 1, heap + next)) next++;
+            if (!leaves_before(heap + next, &one)) break;
+            heap[at] = heap[next];
+        }
+        heap[at] = one;
+    }
     return done;
 }
 
-/* Return the class whose oldest slot has the lowest index, and of these the oldest; NONE if none is left. */
-static Py_ssize_t lowest_class(const Classes *self, const Oldest *oldest) {
-    Py_ssize_t best = NONE;
-    for (Py_ssize_t class = 0; class < self->num_classes; class++) {
-        const Oldest *some = oldest + class;
-        if (some->slot == self->capacity + class) continue;
-        if (best == NONE || some->index < oldest[best].index ||
-            (some->index == oldest[best].index && some->stamp < oldest[best].stamp)) best = class;
-    }
-    return best;
-}
-
-static Py_ssize_t list_in_order(const Classes *self, const Ranking *by, const Array *out) {
-    Oldest *oldest = PyMem_Malloc((size_t)self->num_classes * sizeof *oldest);
-    Py_ssize_t done = 0, best;
-    if (oldest == NULL) return -1;
-    for (Py_ssize_t class = 0; class < self->num_classes; class++) {
-        oldest[class].slot = self->newer[self->capacity + class];
-        find_oldest(self, by, class, oldest + class);
-    }
-    while (done < out->count && (best = lowest_class(self, oldest)) != NONE) {
-        done = list_run(self, by, best, oldest + best, out, done);
-    }
-    PyMem_Free(oldest);
-    return done;
-}
-
-static void give_back_ranking(Ranking *by) {
-    give_back(&by->allowed);
-    give_back(&by->stamps);
-    give_back(&by->bounds);
-    give_back(&by->indices);
-}
-
-/* Borrow the four arrays of a ranking; -1 with an exception set if they are not what `order` needs. */
-static int borrow_ranking(const Classes *self, PyObject *const *args, Ranking *by) {
-    Array *arrays[4] = {&by->allowed, &by->stamps, &by->bounds, &by->indices};
-    for (int i = 0; i < 4; i++) {
-        if (borrow(args[i], i == 0 ? 1 : 8, 0, arrays[i]) == 0) continue;
-        while (--i >= 0) give_back(arrays[i]);
-        return -1;
-    }
-    Py_ssize_t num_bins = by->bounds.count;
-    if (by->allowed.count >= self->capacity && by->stamps.count >= self->capacity && num_bins > 0 &&
-        by->indices.count >= self->num_classes * num_bins) return 0;
-    PyErr_SetString(PyExc_ValueError,
-                    "expected a flag and a time for each slot, and an index for each class and bin");
-    give_back_ranking(by);
-    return -1;
-}
-
-static PyObject *classes_order(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
-    Classes *self = (Classes *)object;
-    Ranking by;
-    Array out;
-    if (num_args != 5) return PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", num_args);
+static PyObject *reuse_order(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    PyObject *slots = NULL;
+    Array allowed, out;
+    if (num_args != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", num_args);
     Py_ssize_t count = PyLong_AsSsize_t(args[0]);
-    if ((count == -1 && PyErr_Occurred()) || borrow_ranking(self, args + 1, &by) < 0) return NULL;
+    double now = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred() || borrow(args[1], 1, 0, &allowed) < 0) return NULL;
     if (count > self->length) count = self->length;
-    PyObject *slots = new_slots(count < 0 ? 0 : count, &out);
-    if (slots != NULL) {
-        Py_ssize_t done = list_in_order(self, &by, &out);
-        if (done < 0) PyErr_NoMemory();
-        slots = leading_part(slots, &out, done);
+    if (allowed.count < self->capacity) {
+        PyErr_SetString(PyExc_ValueError, "expected a flag for each slot");
+    } else if ((slots = new_slots(count < 0 ? 0 : count, &out)) != NULL) {
+        slots = leading_part(slots, &out, list_in_order(self, &allowed, now, &out));
     }
-    give_back_ranking(&by);
+    give_back(&allowed);
     return slots;
 }
 
-static Py_ssize_t classes_length(PyObject *self) { return ((Classes *)self)->length; }
+/* Return the index of a chunk that a request begins to use; -1 with an exception set. */
+static double offered_index(const Reuse *self, PyObject *object) {
+    Key key;
+    if (read_key(object, &key) < 0) return -1;
+    int32_t position = find_ghost(&self->ghosts, hash_key(&key));
+    uint8_t uses = position == NONE ? 1 : one_more(chunk_at(&self->gone, position)->uses);
+    return number(&self->indices, class_of(self, uses, self->num_endings - 1) * self->num_bins);
+}
 
-static void classes_dealloc(PyObject *object) {
-    PyMem_Free(((Classes *)object)->newer);
-    PyMem_Free(((Classes *)object)->older);
+static PyObject *reuse_worth(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    Array victims;
+    if (num_args != 4) return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", num_args);
+    double now = PyFloat_AsDouble(args[2]), admission = PyFloat_AsDouble(args[3]), offered = -1;
+    Py_ssize_t num_keys = count_keys(args[0]), taken = 0, left;
+    if (PyErr_Occurred() || borrow_slots(args[1], 0, self->capacity, &victims) < 0) return NULL;
+    left = victims.count;
+    if (num_keys < left) {
+        give_back(&victims);
+        return PyErr_Format(PyExc_ValueError, "expected a key for each slot");
+    }
+    while (taken < left) {
+        double needed = admission * index_of(self, chunk_at(&self->chunks, get(&victims, taken)), now, NULL);
+        /* The last key that is not refused yet is the next to be refused. */
+        if (offered < 0) offered = offered_index(self, PyList_GetItem(args[0], num_keys - 1));
+        if (offered < 0) break;
+        if (offered >= needed) {
+            taken++;
+        } else {
+            left--;
+            num_keys--;
+            offered = -1;
+        }
+    }
+    give_back(&victims);
+    return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(taken);
+}
+
+/* -- what is learnt */
+
+/* Count idle times that have not ended, of sampled chunks from the `start`th on, in a table like `used`. */
+static PyObject *reuse_count_idle(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    Array counts;
+    if (num_args != 4) return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", num_args);
+    Py_ssize_t start = PyLong_AsSsize_t(args[0]), stop = PyLong_AsSsize_t(args[1]);
+    double now = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred() || borrow(args[3], 8, 1, &counts) < 0) return NULL;
+    int fits = counts.count == self->used.count && start >= 0;
+    Py_ssize_t held = (self->capacity + self->every - 1) / self->every;
+    for (Py_ssize_t i = start; fits && i < stop; i++) {
+        const Array *chunks = i < held ? &self->chunks : &self->gone;
+        Py_ssize_t number = (i < held ? i : i - held) * self->every;
+        if (number >= chunks->count) break;
+        count_idle(self, &counts, chunk_at(chunks, number), number, now);
+    }
+    give_back(&counts);
+    if (fits) return Py_NewRef(Py_None);
+    return PyErr_Format(PyExc_ValueError, "expected a number for each class and bin");
+}
+
+/* The idle times of a class, or of several: how many ended in a use in each bin, and how many reached it. */
+typedef struct {
+    double used[MOST_BINS], reached[MOST_BINS];
+} Times;
+
+static void add_times(const Reuse *self, const Array *idle, Py_ssize_t class, Times *times) {
+    double later = 0;
+    for (Py_ssize_t bin = self->num_bins - 1; bin >= 0; bin--) {
+        Py_ssize_t at = class * self->num_bins + bin;
+        double used = number(&self->used, at);
+        later += used + number(&self->given_up, at) + number(idle, at);
+        times->used[bin] += used;
+        times->reached[bin] += later;
+    }
+}
+
+/* Write the index of each bin: the highest ratio of hits and seconds, over all ends of waiting. Going back
+ * from the last bin, a stretch of bins takes in the next one as long as that raises its ratio. */
+static void index_bins(const Reuse *self, const double *chances, double *indices) {
+    double hits[MOST_BINS], seconds[MOST_BINS], alive = 1;
+    Py_ssize_t count = self->num_bins, next[MOST_BINS + 1];
+    for (Py_ssize_t bin = 0; bin < count; bin++) {
+        double age = number(&self->ages, bin);
+        double width = bin + 1 < count ? number(&self->ages, bin + 1) - age : age * 0.4142135623730951;
+        hits[bin] = alive * chances[bin];
+        seconds[bin] = alive * (1 - chances[bin] / 2) * width;
+        alive *= 1 - chances[bin];
+    }
+    for (Py_ssize_t bin = count - 1; bin >= 0; bin--) {
+        Py_ssize_t after = bin + 1;
+        indices[bin] = hits[bin] / seconds[bin];
+        while (after < count && indices[after] > indices[bin]) {
+            hits[bin] += hits[after];
+            seconds[bin] += seconds[after];
+            indices[bin] = hits[bin] / seconds[bin];
+            after = next[after];
+        }
+        next[bin] = after;
+    }
+}
+
+/* Write the chance of a use in each bin, for a chunk that has reached it. With few idle times, it leans on
+ * the chances `leant_on`, times what fits best. */
+static void find_chances(const Reuse *self, const Times *times, const double *leant_on, double shrinkage,
+                         double *chances) {
+    double used = 1, expected = 1;
+    for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) {
+        used += times->used[bin];
+        expected += times->reached[bin] * leant_on[bin];
+    }
+    for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) {
+        double others = shrinkage * used / expected * leant_on[bin];
+        double chance = (times->used[bin] + others) / (times->reached[bin] + shrinkage);
+        chances[bin] = chance < 0.95 ? chance : 0.95;
+    }
+}
+
+/* Make the indices of one ending and bin rise with the uses: where they fall, several take their mean, each
+ * with its weight. A head of a prefix has at least the uses of its tail, so it must not be worth less. */
+static void raise_with_uses(const Reuse *self, const double *weights, Py_ssize_t at) {
+    Py_ssize_t step = self->num_endings * self->num_bins, cells = self->num_classes * self->num_bins;
+    double means[255], sums[255];
+    Py_ssize_t lengths[255], count = 0;
+    for (Py_ssize_t cell = at; cell < cells; cell += step) {
+        double mean = number(&self->indices, cell), sum = weights[cell];
+        Py_ssize_t length = 1;
+        for (; count > 0 && means[count - 1] > mean; count--) {
+            mean = (mean * sum + means[count - 1] * sums[count - 1]) / (sum + sums[count - 1]);
+            sum += sums[count - 1];
+            length += lengths[count - 1];
+        }
+        means[count] = mean;
+        sums[count] = sum;
+        lengths[count++] = length;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        for (; lengths[i] > 0; lengths[i]--, at += step) *number_at(&self->indices, at) = means[i];
+    }
+}
+
+static void derive_all(Reuse *self, const Array *idle, const Array *guess, double shrinkage) {
+    double guessed[MOST_BINS] = {0}, pooled[MOST_BINS] = {0}, group[MOST_BINS] = {0};
+    double chances[MOST_BINS], weights[255 * MOST_BINS];
+    Times all = {0};
+    for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) guessed[bin] = number(guess, bin);
+    for (Py_ssize_t class = 0; class < self->num_classes; class++) add_times(self, idle, class, &all);
+    find_chances(self, &all, guessed, shrinkage, pooled);
+    for (Py_ssize_t class = self->num_classes - 1; class >= 0; class--) {
+        Py_ssize_t ending = class % self->num_endings;
+        int is_group = ending == self->num_endings - 1; /* the class that stands for all endings */
+        Times times = {0};
+        for (Py_ssize_t each = is_group ? class - ending : class; each <= class; each++)
+            add_times(self, idle, each, &times);
+        double *own = is_group ? group : chances;
+        find_chances(self, &times, is_group ? pooled : group, shrinkage, own);
+        double indices[MOST_BINS];
+        index_bins(self, own, indices);
+        for (Py_ssize_t bin = 0; bin < self->num_bins; bin++) {
+            *number_at(&self->indices, class * self->num_bins + bin) = indices[bin];
+            weights[class * self->num_bins + bin] = times.reached[bin] + shrinkage;
+        }
+    }
+    for (Py_ssize_t at = 0; at < self->num_endings * self->num_bins; at++) {
+        raise_with_uses(self, weights, at);
+    }
+}
+
+static PyObject *reuse_derive(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    Array idle, guess;
+    if (num_args != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", num_args);
+    double shrinkage = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred() || borrow(args[0], 8, 0, &idle) < 0) return NULL;
+    if (borrow(args[1], 8, 0, &guess) < 0) {
+        give_back(&idle);
+        return NULL;
+    }
+    int fits = idle.count == self->used.count && guess.count == self->num_bins;
+    if (fits) derive_all(self, &idle, &guess, shrinkage);
+    give_back(&idle);
+    give_back(&guess);
+    if (fits) return Py_NewRef(Py_None);
+    return PyErr_Format(PyExc_ValueError, "expected a number for each class and bin, and for each bin");
+}
+
+static Py_ssize_t reuse_length(PyObject *self) { return ((Reuse *)self)->length; }
+
+static void reuse_dealloc(PyObject *object) {
+    Reuse *self = (Reuse *)object;
+    PyMem_Free(self->newer);
+    PyMem_Free(self->older);
+    free_ghosts(&self->ghosts);
+    give_back(&self->chunks);
+    give_back(&self->gone);
+    give_back(&self->used);
+    give_back(&self->given_up);
+    give_back(&self->indices);
+    give_back(&self->ages);
+    give_back(&self->lean);
     free_object(object);
 }
 
-static PyObject *classes_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Py_ssize_t capacity, num_classes;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "nn", &capacity, &num_classes) || check_capacity(capacity) < 0) return NULL;
-    if (num_classes < 1 || num_classes > 255)
-        return PyErr_Format(PyExc_ValueError, "expected 1 to 255 classes, got %zd", num_classes);
-    Classes *self = (Classes *)new_object(type);
-    if (self == NULL) return NULL;
-    size_t links = (size_t)(capacity + num_classes);
-    self->capacity = capacity;
-    self->num_classes = num_classes;
+/* Make the lists of the borrowed arrays; -1 with an exception set if they do not fit together. */
+static int make_lists(Reuse *self) {
+    Py_ssize_t capacity = self->capacity = self->chunks.count, cells = self->used.count;
+    self->num_bins = self->ages.count;
+    if (check_capacity(capacity) < 0 || check_capacity(self->gone.count) < 0) return -1;
+    if (self->num_bins < 1 || self->num_bins > MOST_BINS || cells % self->num_bins != 0 ||
+        self->given_up.count != cells || self->indices.count != cells ||
+        self->lean.count != self->num_bins) {
+        PyErr_SetString(PyExc_ValueError, "expected tables of one size, for 1 to 64 bins of age");
+        return -1;
+    }
+    self->num_classes = cells / self->num_bins;
+    if (self->num_classes < 1 || self->num_classes > 255 || self->num_endings < 1 || self->every < 1 ||
+        self->num_classes % self->num_endings != 0) {
+        PyErr_SetString(PyExc_ValueError, "expected 1 to 255 classes, equally many for each ending");
+        return -1;
+    }
+    size_t links = (size_t)(capacity + self->num_classes);
     self->newer = PyMem_Malloc(links * sizeof *self->newer);
     self->older = PyMem_Malloc(links * sizeof *self->older);
-    if (self->newer == NULL || self->older == NULL) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
+    if (self->newer == NULL || self->older == NULL || make_ghosts(&self->ghosts, self->gone.count, 1) < 0) {
+        PyErr_NoMemory();
+        return -1;
     }
     for (Py_ssize_t slot = 0; slot < capacity; slot++) self->newer[slot] = NONE;
     for (size_t end = (size_t)capacity; end < links; end++) {
         self->newer[end] = self->older[end] = (int32_t)end;
     }
+    return 0;
+}
+
+static PyObject *reuse_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *chunks, *gone, *used, *given_up, *indices, *ages, *lean;
+    Py_ssize_t num_endings, every;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OOOOOOOnn", &chunks, &gone, &used, &given_up, &indices, &ages, &lean,
+                          &num_endings, &every)) return NULL;
+    Reuse *self = (Reuse *)new_object(type);
+    if (self == NULL) return NULL;
+    self->num_endings = num_endings;
+    self->every = every;
+    if (borrow(chunks, sizeof(Chunk), 1, &self->chunks) < 0 ||
+        borrow(gone, sizeof(Chunk), 1, &self->gone) < 0 || borrow(used, 8, 1, &self->used) < 0 ||
+        borrow(given_up, 8, 1, &self->given_up) < 0 || borrow(indices, 8, 1, &self->indices) < 0 ||
+        borrow(ages, 8, 0, &self->ages) < 0 || borrow(lean, 8, 0, &self->lean) < 0 || make_lists(self) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
     return (PyObject *)self;
 }
 
-static PyMethodDef classes_methods[] = {
-    {"use", (PyCFunction)(void (*)(void))classes_use, METH_FASTCALL, NULL},
-    {"drop", classes_drop, METH_O, NULL},
-    {"order", (PyCFunction)(void (*)(void))classes_order, METH_FASTCALL, NULL},
+static PyMethodDef reuse_methods[] = {
+    {"insert", (PyCFunction)(void (*)(void))reuse_insert, METH_FASTCALL, NULL},
+    {"use", (PyCFunction)(void (*)(void))reuse_use, METH_FASTCALL, NULL},
+    {"order", (PyCFunction)(void (*)(void))reuse_order, METH_FASTCALL, NULL},
+    {"worth", (PyCFunction)(void (*)(void))reuse_worth, METH_FASTCALL, NULL},
+    {"leave", (PyCFunction)(void (*)(void))reuse_leave, METH_FASTCALL, NULL},
+    {"refuse", (PyCFunction)(void (*)(void))reuse_refuse, METH_FASTCALL, NULL},
+    {"remove", (PyCFunction)(void (*)(void))reuse_remove, METH_FASTCALL, NULL},
+    {"count_idle", (PyCFunction)(void (*)(void))reuse_count_idle, METH_FASTCALL, NULL},
+    {"derive", (PyCFunction)(void (*)(void))reuse_derive, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot classes_slots[] = {
-    {Py_tp_new, classes_new},       {Py_tp_dealloc, classes_dealloc}, {Py_tp_methods, classes_methods},
-    {Py_mp_length, classes_length}, {0, NULL},
+static PyType_Slot reuse_slots[] = {
+    {Py_tp_new, reuse_new},       {Py_tp_dealloc, reuse_dealloc}, {Py_tp_methods, reuse_methods},
+    {Py_mp_length, reuse_length}, {0, NULL},
 };
-static PyType_Spec classes_spec = {"kvtier.native._slots.ClassLists", sizeof(Classes), 0, Py_TPFLAGS_DEFAULT,
-                                   classes_slots};
+static PyType_Spec reuse_spec = {"kvtier.native._slots.ReuseLists", sizeof(Reuse), 0, Py_TPFLAGS_DEFAULT,
+                                 reuse_slots};
 
 /* -- the module ----------------------------------------------------------------------------------------- */
 
@@ -1259,7 +1623,7 @@ static int find_numpy(void) {
 static int fill_module(PyObject *module) {
     if (draw_secrets() < 0 || find_numpy() < 0) return -1;
     return add_type(module, &book_spec) < 0 || add_type(module, &ghosts_spec) < 0 ||
-           add_type(module, &recency_spec) < 0 || add_type(module, &classes_spec) < 0 ? -1 : 0;
+           add_type(module, &recency_spec) < 0 || add_type(module, &reuse_spec) < 0 ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

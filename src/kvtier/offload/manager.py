@@ -162,10 +162,9 @@ class CPUOffloadingManager(OffloadingManager):
             self._refuse(wanted)
             table.refuse(wanted)
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
-        needed = len(wanted) - table.num_free()
+        needed, tenant, user = len(wanted) - table.num_free(), req_context.tenant, hash(req_context.req_id)
         newcomers = None if ignore_threshold else wanted
-        tenant = req_context.tenant
-        evicted = self._make_room(needed, offered, wanted, newcomers, tenant) if needed > 0 else []
+        evicted = self._make_room(needed, offered, wanted, newcomers, tenant, user) if needed > 0 else []
         if len(evicted) < needed:
             refused = wanted[len(evicted) - needed :]
             self._refuse(refused)
@@ -173,7 +172,7 @@ class CPUOffloadingManager(OffloadingManager):
             req_context.is_cut = table.shortfall(offered, tenant) < len(refused)  # else there is no room
             if not wanted and not req_context.is_cut:
                 return None
-        slots = table.take(wanted, hash(req_context.req_id), tenant)
+        slots = table.take(wanted, user, tenant)
         if self._some_stay or req_context.stays_in_pool:
             self._some_stay = True
             self._stays[slots] = req_context.stays_in_pool
@@ -186,10 +185,11 @@ class CPUOffloadingManager(OffloadingManager):
         wanted: list[OffloadKey],
         newcomers: list[OffloadKey] | None,
         tenant: str,
+        user: int,
     ) -> list[OffloadKey]:
         """Evict up to `count` chunks, none of them of the offer, and return their keys."""
         spared = self._table.held(offered) if len(offered) > len(wanted) else NO_SLOTS
-        _, evicted = self._table.make_room(count, spared, newcomers, tenant)
+        _, evicted = self._table.make_room(count, spared, newcomers, tenant, user)
         if evicted:
             self._evicted += len(evicted)
             self._miss_history.add(evicted, _EVICTED)

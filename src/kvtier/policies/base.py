@@ -24,6 +24,8 @@ from kvtier.keys import OffloadKey
 Slots = npt.NDArray[np.int64]
 KeysOf = Callable[[Slots], list[OffloadKey]]
 """Returns the keys of the chunks in slots."""
+OwnOf = Callable[[Slots], npt.NDArray[np.bool_]]
+"""Returns for each slot whether the request that new chunks belong to has stored its chunk."""
 ENDINGS = ("unknown", "tool", "turn")
 """How a request may have ended: nobody knows, with a call of a tool, or with the end of a turn."""
 
@@ -81,7 +83,12 @@ class CachePolicy(ABC):
         """
 
     def evict_for(
-        self, newcomers: list[OffloadKey], count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf
+        self,
+        newcomers: list[OffloadKey],
+        count: int,
+        evictable: npt.NDArray[np.bool_],
+        keys_of: KeysOf,
+        are_own: OwnOf,
     ) -> Slots:
         """Evict up to `count` slots for new chunks, ordered head to tail.
 

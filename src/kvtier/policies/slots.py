@@ -1,5 +1,5 @@
 """The maps and lists that managers and policies are made of: which chunk is in which slot, slots in order of
-use, in one list or by class, and keys that were evicted.
+use, in one list or by class with what is learnt of their reuse, and keys that were evicted.
 
 Each is written twice: in `native/_slots.c`, for speed, and here, for machines without a C compiler and as
 the specification of the C form. `SLOTS_BY` says which form is in use. All take and return batches; in C, a
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import islice, takewhile
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,12 @@ WRITING = -1
 Mask = npt.NDArray[np.bool_]
 """A flag for each slot."""
 Numbers = npt.NDArray[np.float64]
+CHUNK = np.dtype([("stamp", "f8"), ("uses", "u1"), ("class", "u1"), ("is_idle", "?")], align=True)
+"""What `ReuseLists` knows of a chunk: the time of its last use, the number of its uses, its class, and
+whether it is idle, so that its next use is counted.
+"""
+Chunks = npt.NDArray[np.void]
+_MOST_LIKELY = 0.95
 
 
 class PythonBook:
@@ -214,6 +221,10 @@ class PythonGhosts:
         positions = slot_array([self._forget(key) for key in keys])
         return positions if (positions != ABSENT).any() else None
 
+    def position(self, key: OffloadKey) -> int:
+        """Return the position of one key."""
+        return self._known.get(key, ABSENT)
+
     def sizes(self) -> tuple[int, int]:
         """Return the number of known keys of each list."""
         return self._sizes[0], self._sizes[1]
@@ -271,60 +282,266 @@ class PythonRecency:
         return slot_array(list(self._order))
 
 
-class PythonClassLists:
-    """Up to `capacity` slots in `num_classes` lists, each from the least to the most recently used."""
+class PythonReuseLists:
+    """The chunks of a tier in lists by class, those that left, and counts of the times that they were idle.
 
-    def __init__(self, capacity: int, num_classes: int, /) -> None:
-        self._lists: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_classes)]
+    Each class has a list, from the least to the most recently used slot. The class of a chunk follows from
+    its uses (1, 2, 3 to 4, 5 to 8, and so on) and from how the last request that used it ended. The last
+    ending stands for a request that has not ended: its chunks are not idle.
+
+    The arrays belong to the caller, who may read them: what is known of the chunk in each slot, and of each
+    chunk that has left; the idle times that ended in a use, and those of which nothing more will be known,
+    by class and bin of age; the index of each class and bin; the youngest age of each bin; and what
+    an index is multiplied by for the order. One slot in `every` is counted, and one chunk that has left.
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        gone: Chunks,
+        used: Numbers,
+        given_up: Numbers,
+        indices: Numbers,
+        ages: Numbers,
+        lean: Numbers,
+        num_endings: int,
+        every: int,
+        /,
+    ) -> None:
+        self._chunks, self._gone, self._used, self._given_up = chunks, gone, used, given_up
+        self._indices, self._ages, self._lean = indices, ages, lean
+        self._num_bins, self._num_endings, self._every = len(ages), num_endings, every
+        self._num_classes = len(used) // len(ages)
+        self._lists: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self._num_classes)]
         self._class_of: dict[int, int] = {}
+        self._ghosts = PythonGhosts(len(gone), 1)
 
     def __len__(self) -> int:
         return len(self._class_of)
 
-    def use(self, slots: Slots, classes: Slots, /) -> None:
-        """Put each slot into the list of its class as the most recent, the first slot most of all."""
-        if len(slots) != len(classes):
-            raise ValueError("expected a class for each slot")
-        self.drop(slots)
-        for slot, kind in zip(slots[::-1].tolist(), classes[::-1].tolist(), strict=True):
+    # -- uses --------------------------------------------------------------------------------------
+
+    def insert(self, slots: Slots, keys: list[OffloadKey], now: float, /) -> None:
+        """Add new chunks, of requests that go on, the first slot as the most recent of its class."""
+        if len(slots) != len(keys):
+            raise ValueError("expected a key for each slot")
+        running = self._num_endings - 1
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            uses = self._recall(key, now)
+            self._chunks[slot] = now, uses, self._number_of_class(uses, running), False
+        self._link(slots)
+
+    def use(self, slots: Slots, reused: Mask, now: float, ending: int, /) -> None:
+        """Count the uses of idle chunks that are reused, and give all the class of this ending."""
+        if len(slots) != len(reused):
+            raise ValueError("expected a flag for each slot")
+        for slot, is_reused in list(zip(slots.tolist(), reused.tolist(), strict=True))[::-1]:
+            chunk = self._chunks[slot]
+            if is_reused and chunk["is_idle"]:
+                self._count(self._used, chunk, slot, now)
+                chunk["uses"] = min(255, chunk["uses"] + 1)
+            chunk["stamp"], chunk["is_idle"] = now, ending < self._num_endings - 1
+            chunk["class"] = self._number_of_class(int(chunk["uses"]), ending)
+        self._link(slots)
+
+    def _link(self, slots: Slots) -> None:
+        for slot in slots[::-1].tolist():
+            self._unlink(slot)
+            self._class_of[slot] = kind = int(self._chunks[slot]["class"])
             self._lists[kind][slot] = None
-            self._class_of[slot] = kind
 
-    def drop(self, slots: Slots, /) -> None:
-        """Remove those of the slots that are in a list."""
-        for slot in slots.tolist():
-            if (kind := self._class_of.pop(slot, None)) is not None:
-                del self._lists[kind][slot]
+    def _unlink(self, slot: int) -> None:
+        if (kind := self._class_of.pop(slot, None)) is not None:
+            del self._lists[kind][slot]
 
-    def order(
-        self, count: int, allowed: Mask, stamps: Numbers, bounds: Numbers, indices: Numbers, /
-    ) -> Slots:
+    def _number_of_class(self, uses: int, ending: int) -> int:
+        by_uses = min((uses - 1).bit_length(), self._num_classes // self._num_endings - 1)
+        return by_uses * self._num_endings + ending
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    def order(self, count: int, allowed: Mask, now: float, /) -> Slots:
         """Return up to `count` slots with `allowed[slot]`, in the order of their index, the lowest first.
 
-        The index of a slot depends on its class and its age: `stamps` has the time of its last use,
-        `bounds` the latest time of each bin of age, and `indices` the index for each class and bin. Within a
-        class the order is that of use. The oldest slots of all classes are compared; between equal indices,
-        the older slot comes first. Slots of the same class and bin follow one another.
+        Within a class the order is that of use. The oldest slots of all classes are compared; between equal
+        indices, the older slot comes first.
         """
-        numbers = indices.reshape(len(self._lists), len(bounds)).tolist()
-        left = [[slot for slot in each if allowed[slot]] for each in self._lists]
+        left = [[slot for slot in each if allowed[slot]][::-1] for each in self._lists]
         ordered: list[int] = []
         while len(ordered) < count and any(left):
-            _, oldest, kind = min(
-                (numbers[kind][_bin_of(stamps.item(slots[0]), bounds)], stamps.item(slots[0]), kind)
-                for kind, slots in enumerate(left)
-                if slots
+            oldest = (slots[-1] for slots in left if slots)
+            slot = min(
+                oldest, key=lambda slot: (self._index(slot, now, self._lean), self._chunks[slot]["stamp"])
             )
-            used = stamps[left[kind]] <= bounds[_bin_of(oldest, bounds)]
-            length = len(used) if used.all() else int(used.argmin())
-            ordered += left[kind][:length]
-            del left[kind][:length]
-        return slot_array(ordered[: max(0, count)])
+            ordered.append(left[self._class_of[slot]].pop())
+        return slot_array(ordered)
+
+    def worth(self, newcomers: list[OffloadKey], victims: Slots, now: float, admission: float, /) -> int:
+        """Return how many of the victims should leave for newcomers, of which the last are refused first.
+
+        A newcomer is worth it if its index is at least `admission` times that of the victim.
+        """
+        if len(newcomers) < len(victims):
+            raise ValueError("expected a key for each slot")
+        taken, refused = 0, 0
+        while taken + refused < len(victims):
+            position = self._ghosts.position(newcomers[-1 - refused])
+            uses = 1 if position == ABSENT else min(255, int(self._gone[position]["uses"]) + 1)
+            offered = self._indices[self._number_of_class(uses, self._num_endings - 1) * self._num_bins]
+            if offered >= admission * self._index(int(victims[taken]), now):
+                taken += 1
+            else:
+                refused += 1
+        return taken
+
+    def leave(self, slots: Slots, keys: list[OffloadKey], now: float, /) -> None:
+        """Remove slots, and remember their chunks."""
+        if len(slots) != len(keys):
+            raise ValueError("expected a key for each slot")
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self._unlink(slot)
+            self._remember(key, tuple(self._chunks[slot]), now)
+            self._chunks[slot]["is_idle"] = False
+
+    def refuse(self, keys: list[OffloadKey], now: float, /) -> None:
+        """Remember chunks that are not stored, as if they had left at once."""
+        for key in keys:
+            uses = self._recall(key, now)
+            self._remember(key, (now, uses, self._number_of_class(uses, self._num_endings - 1), True), now)
+
+    def remove(self, slots: Slots, now: float, /) -> None:
+        """Remove slots, and remember nothing."""
+        for slot in slots.tolist():
+            self._count(self._given_up, self._chunks[slot], slot, now)
+            self._chunks[slot]["is_idle"] = False
+            self._unlink(slot)
+
+    def _recall(self, key: OffloadKey, now: float) -> int:
+        """Forget a chunk that comes back, count that, and return its uses with this one."""
+        positions = self._ghosts.recall([key])
+        if positions is None:
+            return 1
+        gone = self._gone[positions[0]]
+        self._count(self._used, gone, int(positions[0]), now)
+        gone["is_idle"] = False
+        return min(255, int(gone["uses"]) + 1)
+
+    def _remember(self, key: OffloadKey, chunk: tuple[Any, ...], now: float) -> None:
+        known = self._ghosts.position(key)
+        if known != ABSENT:
+            self._gone[known]["is_idle"] = False
+        (position,) = self._ghosts.remember(0, [key]).tolist()
+        if position != ABSENT:
+            self._count(self._given_up, self._gone[position], position, now)  # it is pushed out
+            self._gone[position] = chunk
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def _bin(self, chunk: np.void, now: float) -> int:
+        """Return the last bin whose youngest age is not above the age of a chunk."""
+        return max(0, int(np.searchsorted(self._ages, now - chunk["stamp"], side="right")) - 1)
+
+    def _index(self, slot: int, now: float, lean: Numbers | None = None) -> float:
+        """Return the index of a chunk at its age: between those of the beginnings of two bins."""
+        chunk, ages = self._chunks[slot], self._ages
+        age, bin_ = float(now - chunk["stamp"]), self._bin(chunk, now)
+        row = self._indices.reshape(-1, self._num_bins)[chunk["class"]]
+        row = row if lean is None else row * lean
+        begin, index = float(ages[bin_]), float(row[bin_])
+        if age <= begin:
+            return index
+        if bin_ + 1 == self._num_bins:
+            return index * begin / age if begin > 0 else index
+        part = (age - begin) / (float(ages[bin_ + 1]) - begin)
+        return index + part * (float(row[bin_ + 1]) - index)
+
+    def _count(self, counts: Numbers, chunk: np.void, number: int, now: float) -> None:
+        if chunk["is_idle"] and number % self._every == 0:
+            counts[int(chunk["class"]) * self._num_bins + self._bin(chunk, now)] += 1.0
+
+    def count_idle(self, start: int, stop: int, now: float, counts: Numbers, /) -> None:
+        """Count the idle times that have not ended, of the counted chunks from `start` to `stop`."""
+        if len(counts) != len(self._used) or start < 0:
+            raise ValueError("expected a number for each class and bin")
+        held = -(-len(self._chunks) // self._every)
+        for at in range(start, stop):
+            chunks, number = (self._chunks, at) if at < held else (self._gone, at - held)
+            if number * self._every >= len(chunks):
+                break
+            self._count(counts, chunks[number * self._every], number * self._every, now)
+
+    def derive(self, idle: Numbers, guess: Numbers, shrinkage: float, /) -> None:
+        """Write the index of each class and bin. `idle` counts the idle times that have not ended.
+
+        `guess` has the chance of a use in each bin before anything is known. A class with few idle times
+        leans on all endings of as many uses, and these on all classes; `shrinkage` is how many it must have
+        seen to weigh as much as they do.
+        """
+        if len(idle) != len(self._used) or len(guess) != self._num_bins:
+            raise ValueError("expected a number for each class and bin, and for each bin")
+        shape = -1, self._num_endings, self._num_bins
+        used = self._used.reshape(shape).copy()
+        times = used + self._given_up.reshape(shape) + idle.reshape(shape)
+        reached = np.cumsum(times[:, :, ::-1], axis=2)[:, :, ::-1].copy()
+        pooled = _chances(used.sum(axis=(0, 1)), reached.sum(axis=(0, 1)), guess, shrinkage)
+        used[:, -1], reached[:, -1] = used.sum(axis=1), reached.sum(axis=1)  # stands for all endings
+        groups = _chances(used[:, -1], reached[:, -1], pooled, shrinkage)
+        chances = _chances(used, reached, groups[:, None], shrinkage)
+        chances[:, -1] = groups
+        indices = np.array([[self._index_bins(row) for row in rows] for rows in chances])
+        self._indices[:] = _rising(indices, reached + shrinkage).reshape(-1)
+
+    def _index_bins(self, chances: Numbers) -> list[float]:
+        """Return the index of each bin: the highest ratio of hits and seconds, over all ends of waiting.
+
+        Going back from the last bin, a stretch of bins takes in the next stretch as long as that raises its
+        ratio.
+        """
+        widths = np.append(self._ages[1:], self._ages[-1] * np.sqrt(2.0)) - self._ages
+        alive = np.cumprod(np.append(1.0, 1.0 - chances[:-1]))
+        stretches: list[tuple[float, float]] = []
+        indices: list[float] = []
+        for hits, seconds in zip(
+            (alive * chances)[::-1].tolist(),
+            (alive * (1.0 - chances / 2.0) * widths)[::-1].tolist(),
+            strict=True,
+        ):
+            while stretches and stretches[-1][0] / stretches[-1][1] > hits / seconds:
+                more_hits, more_seconds = stretches.pop()
+                hits, seconds = hits + more_hits, seconds + more_seconds
+            stretches.append((hits, seconds))
+            indices.append(hits / seconds)
+        return indices[::-1]
 
 
-def _bin_of(stamp: float, bounds: Numbers) -> int:
-    """Return the last bin whose bound is not before the stamp; bounds go back in time."""
-    return max(0, int(np.count_nonzero(bounds >= stamp)) - 1)
+def _chances(used: Numbers, reached: Numbers, leant_on: Numbers, shrinkage: float) -> Numbers:
+    """Return the chance of a use in each bin, for a chunk that has reached it.
+
+    With few idle times, it leans on other chances, times what fits best.
+    """
+    ratio = (used.sum(axis=-1) + 1.0) / ((reached * leant_on).sum(axis=-1) + 1.0)
+    others = shrinkage * ratio[..., None] * leant_on
+    chances: Numbers = np.minimum(_MOST_LIKELY, (used + others) / (reached + shrinkage))
+    return chances
+
+
+def _rising(indices: Numbers, weights: Numbers) -> Numbers:
+    """Make indices rise with the uses, the first axis: where they fall, several take their weighted mean.
+
+    A head of a prefix has at least the uses of its tail, so it must not be worth less.
+    """
+    rising = indices.copy()
+    for at in np.ndindex(indices.shape[1:]):
+        runs: list[tuple[float, float, int]] = []
+        for mean, weight in zip(indices[:, *at].tolist(), weights[:, *at].tolist(), strict=True):
+            length = 1
+            while runs and runs[-1][0] > mean:
+                other, more, others = runs.pop()
+                mean = (mean * weight + other * more) / (weight + more)
+                weight, length = weight + more, length + others
+            runs.append((mean, weight, length))
+        rising[:, *at] = [mean for mean, _, length in runs for _ in range(length)]
+    return rising
 
 
 def slot_array(slots: list[int]) -> Slots:
@@ -333,12 +550,12 @@ def slot_array(slots: list[int]) -> Slots:
 
 
 if uses_c("slots"):
-    from kvtier.native._slots import ClassLists as ClassLists
     from kvtier.native._slots import GhostLists as GhostLists
     from kvtier.native._slots import RecencyList as RecencyList
+    from kvtier.native._slots import ReuseLists as ReuseLists
     from kvtier.native._slots import SlotBook as SlotBook
 else:
     GhostLists, RecencyList = PythonGhosts, PythonRecency  # type: ignore[misc, assignment]
-    SlotBook, ClassLists = PythonBook, PythonClassLists  # type: ignore[misc, assignment]
+    SlotBook, ReuseLists = PythonBook, PythonReuseLists  # type: ignore[misc, assignment]
 
 SLOTS_BY = form_of("slots")
