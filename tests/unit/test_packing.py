@@ -229,8 +229,8 @@ def test_a_block_packs_up_to_its_number_of_exceptions(pack: Callable[..., None])
 
 def test_equal_blocks_make_equal_bytes() -> None:
     """Nothing of what a slot had before remains, not even where nothing is read."""
-    block = Block([PageShape(16 * 64 * 2, 64)] * 2, 16)
-    block.write(0, kv(np.random.default_rng(0), (32, 64)))
+    block = Block([PageShape(16 * 128 * 2, 128)] * 2, 16)  # of units that need less than the room for heads
+    block.write(0, kv(np.random.default_rng(0), (32, 128)))
     rows = []
     for filling in (0, 0xFF):
         block.rows[:] = filling
@@ -308,6 +308,20 @@ def test_a_damaged_head_is_noticed(unpack: Callable[..., None], at: int, word: i
     assert block.run(unpack, 0, 0, 1) == 0
     struct.pack_into("<I", block.rows[0], 64 + at, word)
     assert block.run(unpack, 0, 0, 1) == -1
+
+
+@pytest.mark.parametrize("unpack", [_packing.unpack, unpack_python], ids=["c", "python"])
+def test_an_exception_outside_of_its_unit_is_refused(unpack: Callable[..., None]) -> None:
+    """It would be written into other pages."""
+    block = Block([PageShape(16 * 64 * 2, 64)], 16)
+    bits = bits_of(np.ones(block.num_values))
+    bits[5] = 0x7FC0
+    block.write(0, bits)
+    assert block.run(_packing.pack, 0, 0, 0) == 1
+    struct.pack_into("<I", block.rows[0], 64 + block.form.exceptions, 16 * 64 | 0x7FC0 << 16)
+    block.write(2, np.zeros_like(bits))
+    assert block.run(unpack, 0, 0, 1) == -1
+    assert not block.read(2).any()
 
 
 @given(st.integers(0, 2**32))
