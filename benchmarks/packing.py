@@ -5,12 +5,15 @@
 `model` reads texts with the demo's model (SmolLM2, installed by `make demo`) in bfloat16 and packs every
 block of its KV, in blocks of 16 and of 64 tokens: exceptions for each 16,384 values, blocks that do not
 pack, and the ratio that an ideal code for the exponents of a page would reach. All blocks are unpacked and
-compared bit by bit. `speed` packs and unpacks the blocks of an 8B shape on one core, in turns with a copy of
-the same bytes; the ratios are those of CPU time, so that other work on the machine counts little.
+compared bit by bit. `chats` is the share of prompt tokens that a pool gives back, packed and raw beside each
+other, to chats whose KV is 1.3 times the pool, in random order. `speed` packs and unpacks the blocks of an
+8B shape on one core, in turns with a copy of the same bytes; the ratios are those of CPU time, so that other
+work on the machine counts little.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from _common import make_parser, open_console, write_json
+from _common import MODEL, make_model, make_parser, open_console, random_prompt, write_json
 from rich.console import Console
 
 from kvtier.packing import PACKED_BY, PackedPages, PageShape, block_format
@@ -105,6 +108,43 @@ def entropy(kv: Bits) -> float:
     return sum(found) / len(found)
 
 
+def bench_chats(num_chats: int = 26, length: int = 129, turns: int = 5) -> dict[str, float]:
+    """Return the share of prompt tokens loaded from a pool that holds ten of thirteen chats as they are."""
+    from kvtier.config import CPUConfig, KVTierConfig
+    from kvtier.engine import Engine, EngineConfig, SamplingParams
+
+    prompts = [random_prompt(random.Random(chat), length) for chat in range(num_chats)]
+    config = EngineConfig(num_blocks=40, dtype="bfloat16", max_num_batched_tokens=1024)
+    blocks = length // config.block_size
+    raw_row = MODEL["num_hidden_layers"] * 2 * config.block_size * MODEL["hidden_size"] // 2 * 2
+    capacity = num_chats * blocks * raw_row * 10 // 13
+    loaded: dict[str, float] = {}
+    for packing in ("off", "on"):
+        kvtier = KVTierConfig(
+            cpu=CPUConfig(capacity=capacity), packing=packing, load_if_faster=False, audit=0
+        )
+        asked = source = 0
+        with Engine(make_model(config), config, kvtier) as engine:
+            rng = random.Random(0)
+            for turn in range(turns):
+                for chat in rng.sample(range(num_chats), num_chats):
+                    engine.add_request(prompts[chat], SamplingParams(max_tokens=1))
+                    (output,) = (done for done in steps(engine) if done.finished)
+                    engine.reset_prefix_cache()
+                    if turn:
+                        asked += length
+                        source += sum(output.source.tiers.values()) if output.source else 0
+        loaded[packing] = source / asked
+    return loaded
+
+
+def steps(engine: Any) -> Iterator[Any]:
+    """Run an engine until it is idle, and yield its outputs."""
+    while engine.has_unfinished():
+        yield from engine.step()
+    engine.drain()
+
+
 def bench_speed(rounds: int = 15) -> dict[str, float]:
     """Return raw bytes over CPU seconds: medians over rounds in which the three take turns."""
     tokens, width, num_pages, blocks = 16, 1024, 64, 32
@@ -148,6 +188,8 @@ def show(console: Console, results: dict[str, Any]) -> None:
             f" exceptions of 16,384 values: {exceptions['mean']:.1f} on average, {exceptions['most']:.1f}"
             f" at most, room for {cell['room']:.0f}; ratio {cell['ratio']:.3f} (ideal {cell['ideal']:.2f})"
         )
+    chats = results["chats"]
+    console.print(f"chats of 1.3 times the pool: {chats['on']:.1%} loaded packed, {chats['off']:.1%} raw")
     speed = results["speed"]
     console.print(
         f"one core, {PACKED_BY}: pack {speed['pack']:.2f}, unpack {speed['unpack']:.2f}, copy"
@@ -164,6 +206,7 @@ def main() -> None:
     sizes = (16, 64)
     results = {
         "model": [cell for size in sizes for cell in bench_model(arguments.tokens, size)],
+        "chats": bench_chats(),
         "speed": bench_speed(),
     }
     show(open_console(arguments), results)
