@@ -161,8 +161,8 @@ def test_a_snapshot_of_a_server_and_of_some_that_give_nothing(capsys: pytest.Cap
     assert found["engines"][0]["computed_tokens"] == 33
     assert {one["name"]: one["problem"] for one in found["problems"]} == {
         other: "reachable, but shows no metrics of kvtier",
-        broken: "unreachable: Internal Server Error",
-        nobody: "unreachable: [Errno 111] Connection refused",
+        broken: "unreachable: the server answered 500 Internal Server Error",
+        nobody: "unreachable: Connection refused",
     }
 
 
