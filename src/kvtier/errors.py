@@ -74,6 +74,14 @@ def show_value(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
+def show_text(text: str) -> str:
+    """Return a stranger's text in one line that a terminal shows and does not obey."""
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
 class LogLimit:
     """Keeps a line that a client or a peer can cause as often as it likes from flooding the log.
 

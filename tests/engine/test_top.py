@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from rich.console import Console
 from tests.engine.drive import tokens
 from tests.engine.test_with_tiers import ask, expect_idle, forget
 from tests.engine.tier_kit import MemoryTiers, tiered_engine
+from tests.faulty_server import trickling
 
 from kvtier.cli import main
 from kvtier.cli.scrape import Scrape, parse, scrape
-from kvtier.cli.top import EngineFigures, Watch, render
+from kvtier.cli.top import EngineFigures, Scraper, Watch, render
 from kvtier.engine import Engine
 
 
@@ -84,7 +86,7 @@ def test_rates_of_two_engines_between_two_scrapes() -> None:
         ):
             urls = [f"http://{one}/metrics", f"http://{two}/metrics"]
             watch = Watch(urls, lambda: now[0])
-            watch.take([scrape(url, 10.0) for url in urls])
+            watch.take({url: scrape(url, 10.0) for url in urls})
             busy, idle = watch.engines
             assert (busy.loaded_tokens, busy.computed_tokens, busy.hit_rate) == (0, 33, 0)
             assert busy.loaded_per_second is None, "one scrape gives no rate"
@@ -94,7 +96,7 @@ def test_rates_of_two_engines_between_two_scrapes() -> None:
             ask(first, tokens(33), "again")
             expect_idle(first)
             now[0] += 4.0
-            watch.take([scrape(url, 10.0) for url in urls])
+            watch.take({url: scrape(url, 10.0) for url in urls})
             busy, idle = watch.engines
             assert (busy.loaded_tokens, busy.loaded_per_second, busy.computed_per_second) == (32, 8, 0.25)
             assert busy.hit_rate == pytest.approx(32 / 33), "of the time between the scrapes"
@@ -161,8 +163,8 @@ def test_a_snapshot_of_a_server_and_of_some_that_give_nothing(capsys: pytest.Cap
     assert found["engines"][0]["computed_tokens"] == 33
     assert {one["name"]: one["problem"] for one in found["problems"]} == {
         other: "reachable, but shows no metrics of kvtier",
-        broken: "unreachable: Internal Server Error",
-        nobody: "unreachable: [Errno 111] Connection refused",
+        broken: "unreachable: the server answered 500 Internal Server Error",
+        nobody: "unreachable: Connection refused",
     }
 
 
@@ -176,6 +178,67 @@ def test_a_server_that_answers_too_slowly_or_too_much(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = scrape(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics", 0.05)
         assert found.problem == "unreachable: timed out"
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [(b"HTTP/1.1 200 OK\r\nX: ", b"a"), (b"HTTP/1.1 200 OK\r\n\r\n", b"\n"), (b"", b"")],
+)
+def test_a_server_that_trickles_holds_no_snapshot(head: bytes, piece: bytes) -> None:
+    with trickling(head, piece) as url:
+        assert scrape(f"{url}/metrics", 0.3).problem == "unreachable: timed out"
+
+
+def test_a_snapshot_waits_for_no_thread() -> None:
+    with trickling(b"") as url:
+        scraper = Scraper([url])
+        scraper.start()
+        assert scraper.wait_all(0.1) == {url: Scrape({}, "unreachable: no answer in 0.1 s")}
+
+
+def test_what_a_server_sends_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        'kvtier_misses_total{engine="\x1b[41m",reason="\x1b]0;title\x07"} 2\n'
+        'kvtier_tier_used_bytes{engine="\x1b[41m",tier="\x9b31m"} 2\n'
+        'kvtier_asked_tokens_total{engine="0"} 2\n'
+    )
+    refusal = b"HTTP/1.1 500 \x1b[41mred\r\nContent-Length: 0\r\n\r\n"
+    with serving(lambda: text) as url, trickling(refusal) as other:
+        assert main(["top", url, other, "--once"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.replace("\n", "").isprintable()
+    for part in (r"#\x1b[41m", r"\x1b]0;title\x07 2", r"\x9b31m", r"500 \x1b[41mred"):
+        assert part in " ".join(shown.split())
+
+
+def test_json_has_no_figure_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(
+        f'kvtier_misses_total{{engine="{number}",reason="{value}"}} {value}\n'
+        f'kvtier_load_bytes_total{{engine="{number}"}} 1e17\n'
+        f'kvtier_load_seconds_sum{{engine="{number}"}} 5e-324\n'
+        f'kvtier_used_bytes{{engine="{number}"}} {value}\n'
+        f'kvtier_capacity_bytes{{engine="{number}"}} {value}\n'
+        for number, value in enumerate(["NaN", "+Inf", "-Inf", "1e999", "1e308", "7"])
+    )
+    with serving(lambda: text) as url:
+        assert main(["top", url, "--json"]) == 0
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert [engine["misses"] for engine in found["engines"]] == [{}] * 5 + [{"7": 7}]
+
+
+def test_engines_differ_on_a_narrow_terminal() -> None:
+    names = [f"node-{number}.rack.example.com:8000" for number in (1, 2)]
+    watch = Watch([f"http://{name}/metrics" for name in names], lambda: 0.0)
+    text = 'kvtier_asked_tokens_total 10\nkvtier_tier_used_bytes{tier="disk"} 5\n'
+    watch.take({f"http://{name}/metrics": Scrape(parse(text)) for name in names})
+    for width in range(36, 130):
+        shown = printed(watch, width)
+        assert max(map(len, shown.splitlines())) <= width
+        assert [shown.count(name) for name in names] == [2, 2], width
 
 
 def test_the_text_format() -> None:
@@ -199,7 +262,7 @@ def test_the_text_format() -> None:
     assert engines["1"].misses == {"never stored": 1000}
     assert engines["1"].tiers == {'d"k': {"used_bytes": float("inf")}}
     watch = Watch(["http://h:1/metrics"], lambda: 0.0)
-    watch.take([Scrape(engines)])
+    watch.take({"http://h:1/metrics": Scrape(engines)})
     assert [engine.name for engine in watch.engines] == ["h:1 #0", "h:1 #1"]
     assert "h:1 #1" in printed(watch, 80), "NaN and infinity are shown as not known"
 
@@ -207,7 +270,7 @@ def test_the_text_format() -> None:
 def figures(now: str, before: str) -> EngineFigures:
     watch, times = Watch(["http://h/metrics"], iter([1.0, 3.0]).__next__), (before, now)
     for text in times:
-        watch.take([Scrape(parse(text))])
+        watch.take({"http://h/metrics": Scrape(parse(text))})
     return watch.engines[0]
 
 
@@ -221,9 +284,8 @@ def test_an_engine_that_was_started_anew_counts_from_zero() -> None:
 
 def test_a_suspended_tier_is_named() -> None:
     watch = Watch(["http://h/metrics"], lambda: 0.0)
-    watch.take(
-        [Scrape(parse('kvtier_tier_suspended{tier="valkey"} 1\nkvtier_tier_late_total{tier="valkey"} 7\n'))]
-    )
+    text = 'kvtier_tier_suspended{tier="valkey"} 1\nkvtier_tier_late_total{tier="valkey"} 7\n'
+    watch.take({"http://h/metrics": Scrape(parse(text))})
     assert re.search(r"valkey .* 7 +suspended", printed(watch, 80))
 
 
@@ -235,8 +297,11 @@ def test_a_wrong_address(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected HOST:PORT or http://HOST:PORT/metrics" in capsys.readouterr().err
 
 
-def test_keys_in_a_terminal() -> None:
-    """It shows the engine, pauses, sorts, quits, and gives the terminal back as it was."""
+@contextmanager
+def watching(
+    *urls: str,
+) -> Iterator[tuple[Callable[[bytes], None], Callable[[bytes], None], subprocess.Popen[bytes]]]:
+    """Run it in a terminal: yield what waits for a text, what types keys, and the process."""
     seen = b""
 
     def until(text: bytes) -> None:
@@ -248,17 +313,43 @@ def test_keys_in_a_terminal() -> None:
         seen = seen.partition(text)[2]
 
     terminal, inner = pty.openpty()
-    with serving(lambda: "kvtier_asked_tokens_total 10\nkvtier_loaded_tokens_total 5\n") as url:
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-        command = [sys.executable, "-m", "kvtier", "top", url]
-        with subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment) as process:
-            until(b"50%")
-            os.write(terminal, b"p")
-            until(b"paused")
-            os.write(terminal, b"s")
-            until(b"sort (loaded/s)")
-            os.write(terminal, b"q")
-            until(b"\x1b[?1049l")
-            assert process.wait(60) == 0
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, "-m", "kvtier", "top", *urls]
+    with subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment) as process:
+        yield until, lambda keys: os.write(terminal, keys) and None, process
     os.close(inner)
     os.close(terminal)
+
+
+def test_keys_in_a_terminal() -> None:
+    """It shows the engine, pauses, sorts, quits, and gives the terminal back as it was."""
+    with (
+        serving(lambda: "kvtier_asked_tokens_total 10\nkvtier_loaded_tokens_total 5\n") as url,
+        watching(url) as (until, press, process),
+    ):
+        until(b"50%")
+        press(b"p")
+        until(b"paused")
+        press(b"s")
+        until(b"sort (loaded/s)")
+        press(b"q")
+        until(b"\x1b[?1049l")
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("end", ["q", "ctrl-c"])
+def test_keys_do_not_wait_for_a_server_that_hangs(end: str) -> None:
+    with (
+        serving(lambda: "kvtier_asked_tokens_total 10\nkvtier_loaded_tokens_total 5\n") as url,
+        trickling(b"HTTP/1.1 200 OK\r\nX: ", b"a") as other,
+        watching(url, other.removeprefix("http://")) as (until, press, process),
+    ):
+        until(b"50%")
+        press(b"s")
+        until(b"sort (loaded/s)")
+        if end == "q":
+            press(b"q")
+        else:
+            process.send_signal(signal.SIGINT)
+        until(b"\x1b[?1049l")
+        assert process.wait(60) == 0

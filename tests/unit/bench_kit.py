@@ -62,7 +62,11 @@ class FakeServer:
         self.before_stream: Callable[[int], None] = lambda number: None
         self.stream_lines: list[str] | None = None
         """Sent in place of the answer's events, if not `None`."""
+        self.answered: str | None = None
+        """Sent in place of each whole answer, if not `None`."""
+        self.more_metrics = ""
         self.status: int | None = None
+        self.refusal = '{"error": {"message": "No room,\\nsorry."}}'
 
     @property
     def streamed(self) -> list[dict[str, Any]]:
@@ -74,6 +78,7 @@ class FakeServer:
             f'vllm:prompt_tokens_by_source_total{{source="{one}"}} {self.sources[one]}' for one in SOURCES
         ]
         lines += [f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{CAPACITY // 16}"}} 1']
+        lines += [self.more_metrics]
         if self.kvtier:
             lines += ["vllm:kvtier_loads_total 0"]
             lines += [f'vllm:kvtier_misses_total{{reason="{one}"}} {n}' for one, n in self.misses.items()]
@@ -103,7 +108,8 @@ def serving(fake: FakeServer) -> Iterator[str]:
             if self.path == "/metrics" and fake.metrics:
                 self._reply(200, fake.metrics_text().encode(), "text/plain")
             elif self.path == "/v1/models" and fake.models is not None:
-                self._reply(200, json.dumps(fake.models).encode())
+                text = fake.models if isinstance(fake.models, str) else json.dumps(fake.models)
+                self._reply(200, text.encode())
             else:
                 self._reply(404, b'{"detail": "Not Found"}')
 
@@ -115,7 +121,7 @@ def serving(fake: FakeServer) -> Iterator[str]:
                 return
             fake.requests.append((self.path, body))
             if fake.status is not None:
-                self._reply(fake.status, b'{"error": {"message": "No room,\\nsorry."}}')
+                self._reply(fake.status, fake.refusal.encode())
                 return
             prompt, length, source = fake.take(body)
             if length + body["max_tokens"] > 64:
@@ -123,7 +129,8 @@ def serving(fake: FakeServer) -> Iterator[str]:
             elif body.get("stream"):
                 self._stream(prompt, length, source, body)
             else:
-                self._reply(200, json.dumps({"usage": {"prompt_tokens": length}}).encode())
+                usage = json.dumps({"usage": {"prompt_tokens": length}})
+                self._reply(200, (usage if fake.answered is None else fake.answered).encode())
 
         def _stream(self, prompt: str, length: int, source: str, body: dict[str, Any]) -> None:
             fake.before_stream(len(fake.streamed))

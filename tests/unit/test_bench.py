@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from tests.faulty_server import trickling
 from tests.unit.bench_kit import CAPACITY, PATIENCE, Clock, FakeServer, serving
 
 from kvtier.bench.client import Server
@@ -21,7 +23,7 @@ from kvtier.bench.prompts import make_document, read_prompts
 from kvtier.bench.result import BenchResult
 from kvtier.bench.run import Bench, BenchSettings
 from kvtier.cli import main
-from kvtier.errors import InputError
+from kvtier.errors import InputError, OutsideError
 
 PROMPTS = tuple(" ".join(f"{number}-{word}" for word in range(20)) for number in range(4))
 FEW = ["--yes", "--pairs", "2", "--tokens", "32", "--answer-tokens", "3"]
@@ -166,6 +168,11 @@ def stream(*lines: str) -> Callable[[FakeServer], None]:
     return lambda fake: setattr(fake, "stream_lines", list(lines))
 
 
+DEEP = '{"a":' + "[" * 200_000
+HUGE = f'{{"usage": {{"prompt_tokens": 1{"0" * 400}}}}}'
+COUNT = "vllm:prompt_tokens_by_source_total"
+
+
 def let(**attributes: Any) -> Callable[[FakeServer], None]:
     return lambda fake: [setattr(fake, name, value) for name, value in attributes.items()] and None
 
@@ -174,17 +181,41 @@ def let(**attributes: Any) -> Callable[[FakeServer], None]:
     ("change", "options", "code", "message"),
     [
         (let(kvtier=False), [], 2, "shows no metrics of kvtier; start it with KVTierConnector"),
-        (let(metrics=False), [], 1, "/metrics: expected vLLM's metrics: HTTP Error 404"),
+        (let(metrics=False), [], 1, "/metrics: expected vLLM's metrics: the server answered 404"),
         (let(), ["--model", "other"], 2, "expected a model of tiny, got 'other'"),
         (let(models=None), [], 2, "/v1/models: the server answered 404"),
-        (let(models=[]), [], 1, "expected a JSON object in the answer"),
+        (let(models=[]), [], 1, "expected a list of models, got b'[]' (Expected `object`, got `array`)"),
+        (let(models={"data": [{"id": "m", "max_model_len": "9"}]}), [], 1, "got `str` - at `$.data[0].max_"),
+        (let(models={"data": [{"id": "m", "max_model_len": 9.5}]}), [], 1, "got `float` - at `$.data[0]."),
+        (let(models={"data": [{"id": "m", "max_model_len": -9}]}), [], 1, "Expected `int` >= 1 - at"),
+        (let(models={"data": [{"id": "\x1b[41m"}]}), [], 1, "expected a list of models, got"),
+        (let(models=DEEP), [], 1, 'expected a list of models, got b\'{"a":[[['),
+        (let(answered=DEEP), [], 1, 'expected an answer with usage.prompt_tokens, got b\'{"a":[[['),
+        (let(answered='{"usage": null}'), [], 1, "Expected `object`, got `null` - at `$.usage`"),
+        (let(answered='{"usage": {"prompt_tokens": 1e999}}'), [], 1, "out of range - at `$.usage.prompt_"),
+        (let(answered=HUGE), [], 1, "Expected `int` <= 1099511627776 - at `$.usage.prompt_tokens`"),
+        (let(more_metrics=f"{COUNT} NaN"), [], 1, f"/metrics: expected a count in {COUNT}, got nan"),
+        (let(more_metrics=f"{COUNT} 1e999"), [], 1, f"/metrics: expected a count in {COUNT}, got inf"),
         (let(), ["--tokens", "1000"], 2, "expected at most 64 together, the length of tiny, got 1,003"),
         (let(status=500), [], 1, "the server answered 500: No room, sorry."),
         (let(status=401), [], 2, "expects a token (No room, sorry.): give one with --token-file"),
         (stream('data: {"error": {"message": "out of\\nmemory"}}'), [], 1, "an error: out of memory"),
         (stream('data: {"choices": [{"text": "a"}]}'), [], 1, "the answer broke off before its end"),
         (stream("data: [DONE]"), [], 1, "ended without a token"),
-        (stream("data: what"), [], 1, "expected a JSON object in the answer, got b'what'"),
+        (stream("data: what"), [], 1, "expected events of a streamed answer, got b'what'"),
+        (stream(f"data: {DEEP}"), [], 1, 'expected events of a streamed answer, got b\'{"a":[[['),
+        (stream('data: {"choices": [1]}'), [], 1, "Expected `object`, got `int` - at `$.choices[0]`"),
+        (stream('data: {"choices": {"text": "a"}}'), [], 1, "got `object` - at `$.choices`"),
+        (stream('data: {"choices": [{"delta": "a"}]}'), [], 1, "got `str` - at `$.choices[0].delta`"),
+        (
+            stream('data: {"usage": {"prompt_tokens": -1}}'),
+            [],
+            1,
+            "Expected `int` >= 0 - at `$.usage.prompt",
+        ),
+        (stream('data: {"error": "\\u001b[41mred"}'), [], 1, r"the answer is an error: \x1b[41mred"),
+        (let(status=500, refusal="<p>\x1b[41mred"), [], 1, r"the server answered 500: <p>\x1b[41mred"),
+        (let(status=500, refusal=DEEP), [], 1, "the server answered 500: {"),
     ],
 )
 def test_errors_are_one_line(
@@ -198,9 +229,10 @@ def test_errors_are_one_line(
     change(fake)
     with serving(fake) as url:
         assert main(["bench", url, *FEW, *options]) == code
-    *_, last = capsys.readouterr().err.splitlines()
+    *_, last = (said := capsys.readouterr().err).splitlines()
     assert last.startswith("kvtier: ")
     assert message in last
+    assert said.replace("\n", "").isprintable()
 
 
 def test_no_server_and_a_prompt_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +274,57 @@ def test_the_time_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
         over.set()
     said = capsys.readouterr().out
     assert "The time of 1 s was over after 1 of 2 pairs." in " ".join(said.split())
+
+
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (EVENTS, b": ping\n\n"),
+        (EVENTS, b"x"),
+        (EVENTS, b'data: {"choices": [{"text": "a"}]}\n\n'),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"a"),
+        (b"HTTP/1.1 200 OK\r\nX: 1\r\n", b"X: 1\r\n" * 2),
+        (b"", b""),
+    ],
+)
+def test_a_call_ends_by_its_deadline_whatever_arrives(head: bytes, piece: bytes) -> None:
+    with trickling(head, piece) as url:
+        server = Server(url)
+        with pytest.raises(OutsideError, match="in time"):
+            server.stream("/v1/completions", {}, time.perf_counter() + 0.3)
+        with pytest.raises(OutsideError, match="in time"):
+            server.models(time.perf_counter() + 0.3)
+
+
+def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.bench.client._LONGEST_ANSWER", 1 << 10)
+    with (
+        trickling(EVENTS, b": ping\n\n" * 100) as url,
+        pytest.raises(OutsideError, match="the answer is longer than"),
+    ):
+        Server(url).stream("/v1/completions", {}, time.perf_counter() + PATIENCE)
+
+
+def test_no_pair_in_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    fake, over = FakeServer(), threading.Event()
+    fake.before_stream = lambda number: over.wait(PATIENCE) and None
+    with serving(fake) as url:
+        assert main(["bench", url, *FEW, "--max-seconds", "1"]) == 1
+        over.set()
+    said = capsys.readouterr().err
+    assert (
+        "nothing was measured: --max-seconds (1) were over before the first pair was complete: http" in said
+    )
+
+
+def test_labels_of_a_server_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    fake, fake.before_stream = FakeServer(), lambda number: fake.misses.update(["[/b]\x1b[41m"])
+    with serving(fake) as url:
+        assert main(["bench", url, *FEW]) == 0
+    assert r"[/b]\x1b[41m" in "".join(capsys.readouterr().out.split("\n"))
 
 
 def test_ctrl_c_prints_what_was_measured() -> None:

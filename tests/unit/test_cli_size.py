@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,64 @@ def test_bytes_of_a_token(config: dict[str, Any], expected: int) -> None:
     assert read_shape(config).bytes_per_token == expected
 
 
+def changed(**changes: Any) -> dict[str, Any]:
+    """Return a config without a number of KV heads, and with these fields."""
+    return {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | changes
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (changed(model_type="step3_text", head_dim=256, num_attention_groups=1), 32 * 1 * 256 * 4),
+        (
+            changed(model_type="chatglm", multi_query_attention=True, multi_query_group_num=2),
+            32 * 2 * 128 * 4,
+        ),
+        (changed(model_type="chatglm", multi_query_attention=False, kv_channels=64), 32 * 32 * 64 * 4),
+        (LLAMA | {"attn_type_list": [0, 0, 0, 1] * 8}, 8 * 8 * 128 * 4),
+        (changed(num_key_value_heads_per_layer=[4] * 32), 32 * 4 * 128 * 4),
+        (LLAMA | {"full_attn_idxs": [2, 5, 8]}, 3 * 8 * 128 * 4),
+        (LLAMA | {"model_type": "mistral", "head_dim": None}, 32 * 8 * 128 * 4),
+        (LLAMA | {"model_type": "mixtral"}, 32 * 8 * 128 * 4),
+        ({"num_hidden_layers": 2, "dtype": "float32", "text_config": LLAMA}, 32 * 8 * 128 * 4),
+        (
+            LLAMA
+            | {
+                "model_type": "recurrent_gemma",
+                "block_types": ["recurrent", "recurrent", "attention"],
+                "attention_window_size": 2048,
+            },
+            10 * 8 * 128 * 4,
+        ),
+        (
+            LLAMA | {"mamba_ssm_dtype": [1], "layer_types": ["mamba", "attention"] * 16},
+            16 * 8 * 128 * 4,
+        ),
+    ],
+)
+def test_fields_that_families_name_otherwise(config: dict[str, Any], expected: int) -> None:
+    assert read_shape(config).bytes_per_token == expected
+
+
+def test_options_come_before_all_names_of_a_field() -> None:
+    config = changed(multi_query_attention=True, multi_query_group_num=2, kv_channels=64)
+    nested = {"text_config": config}
+    given = {"num_hidden_layers": 4, "num_key_value_heads": 8, "head_dim": 32, "dtype": "float32"}
+    assert read_shape(nested, given=given).bytes_per_token == 4 * 8 * 32 * 2 * 4
+
+
+def test_the_window_of_a_recurrent_gemma() -> None:
+    config = LLAMA | {"block_types": ["attention"], "attention_window_size": 2048}
+    (layers,) = read_shape(config).sets
+    assert (layers.kind, layers.window) == ("sliding attention", 2048)
+
+
+def test_a_pipe_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert main(["size", str(tmp_path)]) == 2
+    assert "config.json: expected a file, got a folder, a pipe or a device" in capsys.readouterr().err
+
+
 def test_a_cache_of_eight_bits_takes_half() -> None:
     assert read_shape(LLAMA, cache_dtype="fp8").bytes_per_token == 65_536
 
@@ -121,6 +180,7 @@ def test_windows_bound_what_a_load_brings() -> None:
         (
             {
                 "model_type": "gpt_oss",
+                "head_dim": 64,
                 "sliding_window": 128,
                 "layer_types": ["sliding_attention", "full_attention"] * 16,
             },
@@ -276,6 +336,27 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         ({**LLAMA, "block_configs": [{}]}, "block_configs: the layers of such a model keep KV of sizes"),
         ({**LLAMA, "layer_types": ["mamba"] * 32}, "expected at least one layer with attention, got none"),
         (without(DEEPSEEK, "qk_rope_head_dim"), "qk_rope_head_dim: expected a positive whole number"),
+        ({**LLAMA, "cross_attention_layers": [3]}, "cross_attention_layers: the layers of such a model"),
+        ({**LLAMA, "mamba_step": 2}, "mamba_step: the layers of such a model keep KV of sizes"),
+        ({**LLAMA, "use_cla": True, "cla_share_factor": 2}, "use_cla: the layers of such a model"),
+        (
+            {**without(LLAMA, "num_key_value_heads"), "num_key_value_heads_per_layer": [4, 2] * 16},
+            "num_key_value_heads_per_layer: expected the same number for all layers",
+        ),
+        ({**LLAMA, "layer_types": [{}] * 32}, "layer_types: expected attention"),
+        ({**LLAMA, "attn_type_list": [1.0] * 32}, "attn_type_list: expected 0 or 1 for each layer"),
+        ({**LLAMA, "full_attn_idxs": [[1]]}, "full_attn_idxs: expected numbers of layers, below 32"),
+        ({**LLAMA, "attn_layer_indices": [32]}, "attn_layer_indices: expected numbers of layers, below 32"),
+        ({**LLAMA, "block_types": [[]]}, "block_types: expected a list of recurrent, attention"),
+        ({**LLAMA, "num_hidden_layers": 16_000_000}, "num_hidden_layers: expected at most 16,384"),
+        (
+            {**LLAMA, "num_attention_heads": 8192},
+            "hidden_size: expected a multiple of the 8192 heads, got 4096; give --head-dim",
+        ),
+        (
+            {**without(LLAMA, "num_key_value_heads"), "model_type": "mistral"},
+            "num_key_value_heads: expected",
+        ),
     ],
 )
 def test_a_config_that_does_not_say_enough(

@@ -1,28 +1,89 @@
 """An HTTP client of a server with OpenAI's API, as vLLM has it: whole answers, and streamed ones with times.
 
-It opens a connection for each request. Every call ends by the deadline it is given, or by `abort`, with an
-error of one line that names the server. Any thread may call it.
+It opens a connection for each request. Every call ends by the deadline it is given, whatever the server
+sends, or by `abort`, with an error of one line that names the server. Answers are read by their types below:
+one that does not fit is an error that says what was expected and what came. Any thread may call it.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPException, HTTPResponse
 from itertools import pairwise
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvtier.errors import InputError, OutsideError, show_value
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-_LONGEST_LINE = 16 << 20
+from kvtier.cli.http import BoundedConnection
+from kvtier.cli.scrape import describe_failure
+from kvtier.errors import InputError, OutsideError, show_text, show_value
+
+_LONGEST_ANSWER = 16 << 20
 _SHOWN = 300
 """Characters of a server's message that an error repeats."""
+
+_Answer = TypeVar("_Answer")
+_Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class _Model(Struct):
+    id: Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
+    max_model_len: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]
+
+
+class _Details(Struct):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: _Count
+    completion_tokens: _Count | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Completion(Struct):
+    usage: _Usage
+
+
+class _Reset(Struct):
+    success: Any = None
+
+
+class _Delta(Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(Struct):
+    text: str | UnsetType | None = UNSET
+    delta: _Delta | None = None
+
+    @property
+    def piece(self) -> str | None:
+        """The text of a chunk, which may be empty; `None` for a chunk that only opens a chat's answer."""
+        if self.text is not UNSET:
+            return self.text or ""
+        delta = self.delta or _Delta()
+        text = (delta.reasoning or "") + (delta.content or "")
+        return text if text or delta.role is None else None
+
+
+class _Event(Struct):
+    error: Any = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
 
 
 class TimeOver(OutsideError):
@@ -52,42 +113,36 @@ class Server:
         self, url: str, token: str | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.url, self._clock = url, clock
-        self._parts = urlsplit(url)
         self._headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
         self._headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
         self._lock = Lock()
-        self._open: set[socket.socket] = set()
+        self._open: set[BoundedConnection] = set()
         self._is_aborted = False
 
     def abort(self) -> None:
         """End all running requests, and every later one, with an error in the threads that wait for them."""
         with self._lock:
             self._is_aborted = True
-            for sock in self._open:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+            for connection in self._open:
+                connection.abort()
 
     def models(self, deadline: float) -> dict[str, int | None]:
         """Return the names of the models and the longest prompt of each, if the server tells it."""
-        with self._answer("GET", "/v1/models", None, deadline) as (response, _):
-            found = _read_object(self.url, response.read(_LONGEST_LINE))
-        try:
-            return {str(model["id"]): model.get("max_model_len") for model in found["data"]}
-        except (KeyError, TypeError, AttributeError):
-            raise OutsideError(f"{self.url}: expected a list of models at /v1/models, got none") from None
+        models = self._ask("GET", "/v1/models", None, _Models, "a list of models", deadline)
+        return {model.id: model.max_model_len for model in models.data}
 
-    def complete(self, path: str, body: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Send a request and return its whole answer."""
-        with self._answer("POST", path, body, deadline) as (response, _):
-            return _read_object(self.url, response.read(_LONGEST_LINE))
+    def complete(self, path: str, body: dict[str, Any], deadline: float) -> int:
+        """Send a request, wait for its whole answer, and return the tokens of its prompt."""
+        expected = "an answer with usage.prompt_tokens"
+        return self._ask("POST", path, body, _Completion, expected, deadline).usage.prompt_tokens
 
     def reset_prefix_cache(self, deadline: float) -> bool:
         """Empty the engine's own prefix cache; return `False` if the server cannot do that."""
+        path = "/reset_prefix_cache"
         try:
-            answer = self.complete("/reset_prefix_cache", {}, deadline)
+            return self._ask("POST", path, {}, _Reset, "a JSON object", deadline).success is True
         except InputError:  # the route exists only with VLLM_SERVER_DEV_MODE=1
             return False
-        return answer.get("success") is True
 
     def stream(self, path: str, body: dict[str, Any], deadline: float) -> StreamedAnswer:
         """Send a request and read its answer as it comes."""
@@ -95,106 +150,112 @@ class Server:
         start = self._clock()
         texts: list[str] = []
         times: list[float] = []
-        usage: dict[str, Any] = {}
-        with self._answer("POST", path, body, deadline) as (response, sock):
+        usage = _Usage(prompt_tokens=0)
+        with self._answer("POST", path, body, deadline) as response:
             kind = response.headers.get_content_type()
             if kind != "text/event-stream":
-                raise OutsideError(f"{self.url}: expected a streamed answer (text/event-stream), got {kind}")
-            for now, event in self._events(response, sock, deadline):
-                if "error" in event:
-                    raise OutsideError(f"{self.url}: the answer is an error: {_message(event)}")
-                for choice in event.get("choices") or ():
-                    piece = _piece_of(choice)
-                    if piece is not None:
+                raise OutsideError(
+                    f"{self.url}: expected a streamed answer (text/event-stream), got {show_text(kind)}"
+                )
+            for now, event in self._events(f"{self.url}{path}", response):
+                if event.error is not None:
+                    raise OutsideError(f"{self.url}: the answer is an error: {_message(event.error)}")
+                for choice in event.choices or ():
+                    if (piece := choice.piece) is not None:
                         texts.append(piece)
                         times.append(now - start)
-                usage = event.get("usage") or usage
+                usage = event.usage or usage
         if not times:
             raise OutsideError(f"{self.url}: the answer ended without a token")
-        tokens = int(usage.get("completion_tokens") or len(times))
+        tokens = usage.completion_tokens or len(times)
         scale = (len(times) - 1) / (tokens - 1) if tokens > 1 else 1.0
         return StreamedAnswer(
             text="".join(texts),
-            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            prompt_tokens=usage.prompt_tokens,
             answer_tokens=tokens,
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            cached_tokens=(usage.prompt_tokens_details or _Details()).cached_tokens,
             first=times[0],
             gaps=tuple((after - before) * scale for before, after in pairwise(times)),
             seconds=times[-1],
         )
 
-    def _events(
-        self, response: HTTPResponse, sock: socket.socket, deadline: float
-    ) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield the JSON of each event up to the last, and when it came."""
-        while line := response.readline(_LONGEST_LINE):
+    def _events(self, address: str, response: HTTPResponse) -> Iterator[tuple[float, _Event]]:
+        """Yield each event up to the last, and when it came."""
+        size = 0
+        while line := response.readline(_LONGEST_ANSWER):
+            size += len(line)
+            if size > _LONGEST_ANSWER:
+                raise OutsideError(f"{address}: the answer is longer than {_LONGEST_ANSWER >> 20} MiB")
             if not line.startswith(b"data:"):
                 continue
-            now = self._clock()
-            if now >= deadline:
-                raise TimeoutError
-            sock.settimeout(deadline - now)
-            data = line[5:].strip()
+            now, data = self._clock(), line[5:].strip()
             if data == b"[DONE]":
                 return
-            yield now, _read_object(self.url, data)
+            yield now, _read(address, data, _Event, "events of a streamed answer")
         raise OutsideError(f"{self.url}: the answer broke off before its end")
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        kind: type[_Answer],
+        expected: str,
+        deadline: float,
+    ) -> _Answer:
+        """Send a request and return its whole answer."""
+        with self._answer(method, path, body, deadline) as response:
+            return _read(f"{self.url}{path}", response.read(_LONGEST_ANSWER), kind, expected)
 
     @contextmanager
     def _answer(
         self, method: str, path: str, body: dict[str, Any] | None, deadline: float
-    ) -> Iterator[tuple[HTTPResponse, socket.socket]]:
-        """Send a request and yield the response, if its status says that all is well, and its socket."""
+    ) -> Iterator[HTTPResponse]:
+        """Send a request and yield the response, if its status says that all is well."""
         remaining = deadline - self._clock()
         if remaining <= 0:
             raise TimeOver(f"{self.url}: no time is left")
-        make = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
-        connection = make(self._parts.hostname or "", self._parts.port, timeout=remaining)
         data = None if body is None else json.dumps(body).encode()
-        sock = response = None
+        connection = None
         try:
-            connection.connect()
-            sock = connection.sock
+            connection = BoundedConnection(self.url, remaining)
             with self._lock:
-                self._open.add(sock)
+                self._open.add(connection)
                 if self._is_aborted:
                     raise OutsideError(f"{self.url}: aborted")
-            connection.request(method, self._parts.path + path, data, self._headers)
-            response = connection.getresponse()
+            response = connection.request(method, urlsplit(self.url).path + path, data, self._headers)
             if response.status != 200:
                 raise _refusal(f"{self.url}{path}", response)
-            yield response, sock
+            yield response
         except TimeoutError:
-            raise TimeOver(f"{self.url}: no answer in time") from None
+            raise TimeOver(f"{self.url}{path}: no complete answer in time") from None
         except ConnectionRefusedError:
             raise OutsideError(f"{self.url}: no server answers there (connection refused)") from None
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise OutsideError(f"{self.url}: the request failed: {reason}") from None
+        except (OSError, HTTPException, UnicodeError) as error:
+            raise OutsideError(f"{self.url}: the request failed: {describe_failure(error)}") from None
         finally:
-            with self._lock:
-                self._open.discard(sock)
-            for one in (response, connection):
-                if one is not None:
-                    one.close()
+            if connection is not None:
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
 
 
-def _piece_of(choice: dict[str, Any]) -> str | None:
-    """Return the text of a chunk, which may be empty; `None` for a chunk that only opens a chat's answer."""
-    if "text" in choice:
-        return str(choice["text"] or "")
-    delta = choice.get("delta") or {}
-    text = str(delta.get("reasoning") or "") + str(delta.get("content") or "")
-    return text if text or "role" not in delta else None
+def _read(address: str, data: bytes, kind: type[_Answer], expected: str) -> _Answer:
+    """Read JSON of a server. Nothing that it sends may be trusted."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        shown, problem = show_value(data[:_SHOWN]), show_text(str(error))
+        raise OutsideError(f"{address}: expected {expected}, got {shown} ({problem})") from None
 
 
 def _refusal(address: str, response: HTTPResponse) -> Exception:
     """Return the error of a status other than 200: the caller's fault, or the server's."""
     data = response.read(1 << 16)
     try:
-        message = _message(json.loads(data))
-    except ValueError:
-        message = data.decode(errors="replace")[:_SHOWN] or response.reason
+        message = _message(msgspec.json.decode(data))
+    except (ValueError, RecursionError):
+        message = show_text(data.decode(errors="replace") or response.reason)[:_SHOWN]
     if response.status == 401:
         return InputError(f"{address}: the server expects a token ({message}): give one with --token-file")
     kind = InputError if 400 <= response.status < 500 else OutsideError
@@ -205,14 +266,4 @@ def _message(answer: Any) -> str:
     """Return the message in an error of OpenAI's API, or all of it."""
     for name in ("error", "message"):
         answer = answer.get(name, answer) if isinstance(answer, dict) else answer
-    return " ".join(str(answer).split())[:_SHOWN]
-
-
-def _read_object(url: str, data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    raise OutsideError(f"{url}: expected a JSON object in the answer, got {show_value(data)}")
+    return (show_text(answer) if isinstance(answer, str) else show_value(answer))[:_SHOWN]

@@ -26,7 +26,7 @@ from typing import Any
 from kvtier.bench.client import Server, TimeOver
 from kvtier.bench.prompts import Prompt, make_document
 from kvtier.bench.result import SOURCES, BenchResult, Side
-from kvtier.cli.scrape import fetch, read_samples
+from kvtier.cli.scrape import describe_failure, fetch, read_samples
 from kvtier.errors import InputError, OutsideError
 
 _INSPECTION_TIMEOUT = 10.0
@@ -39,6 +39,8 @@ _USUAL_LENGTH = 2048
 """Tokens of the longest prompt of a model, if the server does not tell."""
 _FIRST_FILLER = 1_000_000
 """Documents from this number on are fillers."""
+_LONGEST_FILLER = 1 << 20
+_LARGEST_COUNT = 1 << 60
 _COMPUTE = {"max_load_tokens": 0, "max_offload_tokens": 0}
 _COUNTED = {
     "vllm:prompt_tokens_by_source_total": ("source", "source"),
@@ -118,7 +120,7 @@ class Bench:
         )
 
     def run(self) -> None:
-        """Measure all pairs. If the time is over, the result says so. Other errors are raised."""
+        """Measure all pairs. If the time is over after some, the result says so. Other errors are raised."""
         pairs, self._deadline = self._settings.pairs, self._clock() + self._settings.max_seconds
         try:
             self._probe()
@@ -134,7 +136,12 @@ class Bench:
             for start in range(0, pairs, len(prompts)):
                 self._empty_cache()
                 self._measure(prompts[: pairs - start])
-        except TimeOver:
+        except TimeOver as error:
+            if not self.result.pairs:
+                raise OutsideError(
+                    f"nothing was measured: --max-seconds ({self._settings.max_seconds:g}) were over before "
+                    f"the first pair was complete: {error}"
+                ) from None
             self.result.ended_early = f"The time of {self._settings.max_seconds:g} s was over"
         finally:
             self._server.abort()  # else the threads wait for answers that nobody reads
@@ -166,18 +173,14 @@ class Bench:
         while sent < self._capacity:
             self._fillers += 1
             # Some texts take more tokens than the probe: leave a margin.
-            tokens = min(self._longest - 1, self._capacity - sent) * 0.9
+            tokens = min(self._longest - 1, self._capacity - sent, _LONGEST_FILLER) * 0.9
             filler = self._make_document(_FIRST_FILLER + self._fillers, tokens)
             sent += max(self._complete(filler, f"{self._salt}-{self._fillers}"), 1)
 
     def _complete(self, prompt: Prompt, salt: str | None = None) -> int:
         """Send a prompt for one token, and return its length. With a salt, kvtier leaves it alone."""
         path, body = self._request(prompt, 1, salt)
-        answer = self._server.complete(path, body, self._deadline)
-        try:
-            return int(answer["usage"]["prompt_tokens"])
-        except (KeyError, TypeError, ValueError):
-            raise OutsideError(f"{self._server.url}: expected usage.prompt_tokens in the answer") from None
+        return self._server.complete(path, body, self._deadline)
 
     def _request(self, prompt: Prompt, tokens: int, salt: str | None) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of a request for exactly so many tokens."""
@@ -232,16 +235,24 @@ class Bench:
         return side
 
     def _metrics(self) -> str:
+        url = f"{self._server.url}/metrics"
+        remaining = self._deadline - self._clock()
+        if remaining <= 0:
+            raise TimeOver(f"{url}: no time is left")
         try:
-            return fetch(f"{self._server.url}/metrics", _METRICS_TIMEOUT)
+            return fetch(url, min(_METRICS_TIMEOUT, remaining))
         except (OSError, HTTPException, ValueError) as error:
-            raise OutsideError(f"{self._server.url}/metrics: expected vLLM's metrics: {error}") from None
+            kind = TimeOver if self._clock() >= self._deadline else OutsideError
+            raise kind(f"{url}: expected vLLM's metrics: {describe_failure(error)}") from None
 
     def _counts(self) -> Counter[tuple[str, str]]:
         """Return the server's totals, over all its engines."""
         counts: Counter[tuple[str, str]] = Counter()
         for name, labels, value in read_samples(self._metrics(), tuple(_COUNTED)):
             if name in _COUNTED:
+                if not 0 <= value <= _LARGEST_COUNT:  # NaN is refused, too
+                    url = f"{self._server.url}/metrics"
+                    raise OutsideError(f"{url}: expected a count in {name}, got {value:g}")
                 what, label = _COUNTED[name]
                 counts[what, labels.get(label, "")] += int(value)
         return counts
@@ -252,6 +263,8 @@ def _capacity(text: str) -> int:
     total = 0
     for _, labels, _ in read_samples(text, ("vllm:cache_config_info",)):
         sizes = [labels.get(name, "") for name in ("kv_cache_size_tokens", "num_gpu_blocks", "block_size")]
-        tokens, blocks, block_size = (int(size) if size.isdecimal() else 0 for size in sizes)
+        tokens, blocks, block_size = (
+            int(size) if size.isdecimal() and len(size) < 19 else 0 for size in sizes
+        )
         total += max(tokens, blocks * block_size)
     return total

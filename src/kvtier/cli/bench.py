@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer import Argument, Context, Option
 
 from kvtier.bench.client import Server
@@ -99,7 +100,6 @@ def bench_command(
             _show(bench.result, as_json, html, ["kvtier", *(context.obj or ())])
     if bench.result.ended_early == "Interrupted":
         raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(0 if bench.result.pairs else 1)
 
 
 def _confirm() -> None:
@@ -117,7 +117,7 @@ def _show(result: BenchResult, as_json: bool, html: Path | None, command: list[s
         console = Console(highlight=False)
         print_rows(console, [words for _, words in SIDES], list(result.rows()))
         for sentence in result.remarks():
-            console.print(sentence, soft_wrap=False)
+            console.print(Text(sentence))
     if html is not None:
         write_whole(html, render_bench(result, command=command))
         remark(f"page: {html}")

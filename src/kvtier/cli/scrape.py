@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
-from kvtier.errors import InputError
+from kvtier.cli.http import BoundedConnection
+from kvtier.errors import InputError, show_text
 
 _MOST_BYTES = 16 << 20
 _PREFIXES = ("kvtier_", "vllm:kvtier_")
@@ -65,29 +66,38 @@ def scrape(url: str, timeout: float, clock: Callable[[], float] = time.monotonic
     try:
         text = fetch(url, timeout, clock)
     except (OSError, HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        return Scrape({}, " ".join(f"unreachable: {reason}".split()))
+        return Scrape({}, f"unreachable: {describe_failure(error)}")
     engines = parse(text)
     return Scrape(engines, None if engines else "reachable, but shows no metrics of kvtier")
 
 
 def fetch(url: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> str:
     """Return the text of a server's metrics; raise `OSError`, `HTTPException` or `ValueError`."""
-    deadline = clock() + timeout
-    parts, size = [], 0
-    with urllib.request.urlopen(url, timeout=timeout) as response:
-        while part := response.read1(1 << 16):
-            parts.append(part)
-            size += len(part)
-            if size > _MOST_BYTES:
-                raise OSError(f"more than {_MOST_BYTES >> 20} MiB of metrics")
-            if clock() > deadline:
-                raise TimeoutError("timed out")
-    return b"".join(parts).decode(errors="replace")
+    parts = urlsplit(url)
+    target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+    with closing(BoundedConnection(url, timeout, clock)) as connection:
+        response = connection.request("GET", target)
+        if response.status != 200:
+            raise OSError(f"the server answered {response.status} {response.reason}".rstrip())
+        data = response.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(f"more than {_MOST_BYTES >> 20} MiB of metrics")
+    if response.length:
+        raise OSError(f"the answer broke off {response.length:,} bytes before its end")
+    return data.decode(errors="replace")
+
+
+def describe_failure(error: Exception) -> str:
+    """Return why a request failed, in one line."""
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return show_text(reason)
 
 
 def read_samples(text: str, prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield name, labels and value of each metric in a text of Prometheus' format whose name begins so."""
+    """Yield name, labels and value of each metric in a text of Prometheus' format whose name begins so.
+
+    Labels are ready to be shown.
+    """
     for line in text.split("\n"):
         if not line.startswith(prefixes) or (match := _LINE.fullmatch(line.rstrip())) is None:
             continue
@@ -117,4 +127,4 @@ def parse(text: str) -> dict[str, EngineSample]:
 
 
 def _unescape(text: str) -> str:
-    return _ESCAPE.sub(lambda match: _REPLACED.get(match[1], match[1]), text)
+    return show_text(_ESCAPE.sub(lambda match: _REPLACED.get(match[1], match[1]), text))

@@ -102,11 +102,11 @@ def size_command(
         raise InputError(f"--cache-dtype: expected one of {', '.join(DTYPES)}, got {cache_dtype!r}")
     fields = {} if model is None else read_config(model)
     given = dict(zip(OPTIONS, (layers, kv_heads, head_dim, dtype), strict=True))
-    fields |= {name: value for name, value in given.items() if value is not None}
-    if not fields:
+    given = {name: value for name, value in given.items() if value is not None}
+    if not fields and not given:
         raise InputError(f"expected MODEL, or {', '.join(OPTIONS.values())}")
     try:
-        shape = read_shape(fields, cache_dtype=cache_dtype, tensor_parallel=tensor_parallel)
+        shape = read_shape(fields, given=given, cache_dtype=cache_dtype, tensor_parallel=tensor_parallel)
     except ModelError as error:
         raise ModelError(str(error) if model is None else f"{model}: {error}") from None
     report = make_report(

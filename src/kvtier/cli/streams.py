@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
+from kvtier.errors import show_text
+
 INTERRUPTED = 130
 """The exit code that shells give to SIGINT."""
 
@@ -71,7 +73,7 @@ def print_lines(lines: Iterable[str]) -> None:
 def remark(text: str) -> None:
     """Print a line for people to stderr; drop it if it cannot be written, because it is not output."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(show_text(text), file=sys.stderr, flush=True)
     except OSError:
         _redirect(2)
 

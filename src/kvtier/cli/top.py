@@ -1,7 +1,8 @@
 """`kvtier top`: engines live in a terminal, from their `/metrics`.
 
-Each server is asked on a thread of its own, so that one that hangs does not stop the others. Rates are the
-changes between two scrapes, divided by the time between them. All else belongs to the main thread.
+Each server is asked on a thread of its own, one request at a time, so that one that hangs stops neither the
+others nor the keys. The threads do not keep the process alive. Rates are the changes between two scrapes,
+divided by the time between them. All else belongs to the main thread.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import json
 import math
 import os
 import select
+import socket
 import sys
 import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Annotated, NamedTuple
 
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -33,6 +37,10 @@ from kvtier.cli.streams import ending_quietly
 from kvtier.config import format_size
 
 _TIMEOUT = 2.0
+_LATENESS = 0.5
+"""Seconds after which a snapshot no longer waits for a thread whose request should have ended."""
+_LARGEST = 1e18
+"""Larger figures are no counts, and are shown as not known."""
 _WIDE = 110
 _MOST_SERVERS = 256
 _REASONS = 4
@@ -99,27 +107,80 @@ class Watch:
     """Keeps the last scrape of each server, and the figures between it and the one before."""
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float]) -> None:
-        self._urls, self._clock = urls, clock
+        self._clock = clock
+        self._names = {url: url.partition("://")[2].removesuffix("/metrics") for url in urls}
         self._before: dict[str, tuple[float, EngineSample]] = {}
-        self.engines: list[EngineFigures] = []
-        self.problems: list[Problem] = []
+        self._engines: dict[str, list[EngineFigures]] = {}
+        self._problems = {url: Problem(name, "no answer yet") for url, name in self._names.items()}
         self.has_rates = False
 
-    def take(self, scrapes: Sequence[Scrape]) -> None:
-        """Take in one scrape of each server, in their order."""
+    @property
+    def engines(self) -> list[EngineFigures]:
+        """The figures of all engines, in the order of their servers."""
+        return [engine for url in self._names for engine in self._engines.get(url, ())]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The servers of which nothing can be shown."""
+        return [self._problems[url] for url in self._names if url in self._problems]
+
+    def take(self, scrapes: Mapping[str, Scrape]) -> None:
+        """Take in one scrape of each of these servers; the others stay as they are."""
         now = self._clock()
-        self.has_rates = bool(self._before)
-        self.engines, self.problems = [], []
-        for url, scraped in zip(self._urls, scrapes, strict=True):
-            name = url.partition("://")[2].removesuffix("/metrics")
+        self.has_rates = self.has_rates or any(url in self._engines for url in scrapes)
+        for url, scraped in scrapes.items():
+            self._engines[url] = []
+            self._problems.pop(url, None)
             if scraped.problem is not None:
-                self.problems.append(Problem(name, scraped.problem))
+                self._problems[url] = Problem(self._names[url], scraped.problem)
             for label, sample in scraped.engines.items():
+                name = self._names[url]
                 full = f"{name} #{label}" if len(scraped.engines) > 1 else name
                 key = f"{url} {label}"
                 then, before = self._before.get(key, (now, None))
-                self.engines.append(_figures(full, sample, before, now - then))
+                self._engines[url].append(_figures(full, sample, before, now - then))
                 self._before[key] = now, sample
+
+
+class Scraper:
+    """Asks servers, each on a thread of its own. A server that has not answered yet is not asked again.
+
+    The threads call `ring` when a server has answered.
+    """
+
+    def __init__(self, urls: Sequence[str], ring: Callable[[], None] = lambda: None) -> None:
+        self._urls, self._ring, self._pending = urls, ring, set[str]()
+        self._found: SimpleQueue[tuple[str, Scrape]] = SimpleQueue()
+
+    def start(self) -> None:
+        """Ask every server that is not being asked."""
+        for url in self._urls:
+            if url not in self._pending:
+                self._pending.add(url)
+                Thread(target=self._ask, args=[url], name="kvtier-top", daemon=True).start()
+
+    def take_found(self) -> dict[str, Scrape]:
+        """Return what has come since the last call."""
+        found: dict[str, Scrape] = {}
+        with suppress(Empty):
+            while True:
+                url, found[url] = self._found.get_nowait()
+                self._pending.discard(url)
+        return found
+
+    def wait_all(self, seconds: float) -> dict[str, Scrape]:
+        """Wait for every server, for so long at most, and return what has come or that nothing has."""
+        late = Scrape({}, f"unreachable: no answer in {seconds:g} s")
+        found, deadline = dict.fromkeys(self._urls, late), time.monotonic() + seconds
+        with suppress(Empty):
+            while self._pending:
+                url, found[url] = self._found.get(timeout=max(deadline - time.monotonic(), 0.0))
+                self._pending.discard(url)
+        return found
+
+    def _ask(self, url: str) -> None:
+        self._found.put((url, scrape(url, _TIMEOUT)))
+        self._ring()
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -147,17 +208,18 @@ class _Change:
     def quotient(self, upper: str, lower: str) -> float | None:
         """Divide the changes or, if nothing happened, the totals."""
         if self.since(lower) > 0:
-            return self.since(upper) / self.since(lower)
-        return self.total(upper) / self.total(lower) if self.total(lower) > 0 else None
+            return _finite(self.since(upper) / self.since(lower))
+        return _finite(self.total(upper) / self.total(lower)) if self.total(lower) > 0 else None
 
     def share(self, used: str, capacity: str) -> float | None:
-        return (
-            self.total(used) / self.total(capacity) if used in self._now and self.total(capacity) else None
-        )
+        if used not in self._now or not self.total(capacity):
+            return None
+        return _finite(self.total(used) / self.total(capacity))
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    """Return a figure, or `None` for one that is not known, or that cannot be true."""
+    return value if value is not None and math.isfinite(value) and abs(value) <= _LARGEST else None
 
 
 def _figures(name: str, sample: EngineSample, before: EngineSample | None, seconds: float) -> EngineFigures:
@@ -176,7 +238,12 @@ def _figures(name: str, sample: EngineSample, before: EngineSample | None, secon
         load_seconds=change.quotient("load_seconds_sum", "load_seconds_count"),
         saved_seconds=change.total("saved_seconds_total"),
         loads_failed=change.total("loads_failed_total"),
-        misses=dict(sorted(sample.misses.items(), key=lambda item: -item[1])),
+        misses=dict(
+            sorted(
+                ((reason, count) for reason, count in sample.misses.items() if _finite(count) is not None),
+                key=lambda item: -item[1],
+            )
+        ),
         tiers=tuple(
             _tier_figures(tier, values, None if before is None else before.tiers.get(tier), seconds)
             for tier, values in sample.tiers.items()
@@ -220,42 +287,61 @@ def _sort_value(engine: EngineFigures, by: str) -> tuple[float, str]:
 def render(watch: Watch, width: int, sort: str = "engine", status: str = "") -> RenderableType:
     """Return everything that is known, for a terminal of `width` columns.
 
-    After a single scrape there are no rates, and totals take their place.
+    After a single scrape there are no rates, and totals take their place. A table that is too wide becomes
+    lines that wrap.
     """
     engines = sorted(watch.engines, key=lambda engine: _sort_value(engine, sort))
     parts: list[RenderableType] = []
     if engines:
-        parts.append(_engines_table(engines, watch.has_rates, wide=width >= _WIDE, sort=sort))
+        parts.append(_engines_table(engines, watch.has_rates, width, sort))
     if any(engine.tiers for engine in engines):
-        parts.append(_tiers_table(engines, watch.has_rates))
+        parts.append(_tiers_table(engines, watch.has_rates, width))
     for engine in engines:
         if engine.misses:
             few = list(engine.misses.items())[:_REASONS]
             told = ", ".join(f"{reason} {count:,.0f}" for reason, count in few)
-            parts.append(Text(f" misses of {engine.name}: {told}", no_wrap=True, overflow="ellipsis"))
+            parts.append(Text(f" misses of {engine.name}: {told}"))
     for name, problem in watch.problems:
-        parts.append(Text(f" {name}: {problem}", style="red", no_wrap=True, overflow="ellipsis"))
+        parts.append(Text(f" {name}: {problem}", style="red"))
     if status:
         parts.append(Text(f" {status}", style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 
 
-def _table(name: str, columns: Sequence[str], sort: str = "") -> Table:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Text]], width: int, sort: str) -> RenderableType:
+    """Return a table, or a line with all cells for each row if that does not fit."""
+    headings = [f"{column}▾" if column == sort else column for column in columns]
+    sizes = [
+        max(cell_len(heading), *(cell.cell_len for cell in cells)) + 2
+        for heading, cells in zip(headings, zip(*rows, strict=True), strict=True)
+    ]
+    if sum(sizes) > width:
+        lines = []
+        for name, *cells in rows:
+            line = Text(" ").append_text(Text(name.plain, style="bold"))
+            for heading, cell in zip(headings[1:], cells, strict=True):
+                line.append(f"  {heading} ", style="dim").append_text(cell)
+            lines.append(line)
+        return Group(Text(), *lines)
     table = Table(
         box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), expand=True
     )
-    table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1, min_width=8)
-    for column in columns:
-        mark = "▾" if column == sort else ""
-        table.add_column(f"{column}{mark}", justify="right", no_wrap=True)
+    table.add_column(headings[0], no_wrap=True, ratio=1)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _engines_table(engines: Sequence[EngineFigures], has_rates: bool, wide: bool, sort: str) -> Table:
+def _engines_table(
+    engines: Sequence[EngineFigures], has_rates: bool, width: int, sort: str
+) -> RenderableType:
+    wide = width >= _WIDE
     rates, totals = ["loaded/s", "computed/s"] if has_rates else [], ["loaded", "computed"]
-    columns = [*(rates or totals), "hit", "pool", "GB/s", "load ms", "saved"]
+    columns = ["engine", *(rates or totals), "hit", "pool", "GB/s", "load ms", "saved"]
     columns += [*(totals if rates else ()), "of pool", "failed"] if wide else []
-    table = _table("engine", columns, sort)
+    rows = []
     for engine in engines:
         total_cells = [_count(engine.loaded_tokens), _count(engine.computed_tokens)]
         rate_cells = [_count(engine.loaded_per_second), _count(engine.computed_per_second)]
@@ -271,13 +357,13 @@ def _engines_table(engines: Sequence[EngineFigures], has_rates: bool, wide: bool
             cells += total_cells if has_rates else []
             cells += ["–" if engine.capacity is None else format_size(int(engine.capacity))]
             cells += [_count(engine.loads_failed)]
-        table.add_row(Text(engine.name), *map(Text, cells))
-    return table
+        rows.append([Text(engine.name), *map(Text, cells)])
+    return _table(columns, rows, width, sort)
 
 
-def _tiers_table(engines: Sequence[EngineFigures], has_rates: bool) -> Table:
+def _tiers_table(engines: Sequence[EngineFigures], has_rates: bool, width: int) -> RenderableType:
     moved = ["in MB/s", "out MB/s"] if has_rates else ["in MB", "out MB"]
-    table = _table("engine", ["tier", "used", *moved, "GB/s", "read ms", "failed", "state"])
+    columns, rows = ["engine", "tier", "used", *moved, "GB/s", "read ms", "failed", "state"], []
     for engine in engines:
         for tier in engine.tiers:
             state = Text("suspended", style="bold red") if tier.suspended else Text("ok", style="green")
@@ -290,8 +376,8 @@ def _tiers_table(engines: Sequence[EngineFigures], has_rates: bool) -> Table:
                 _scaled(tier.read_seconds, 1e3),
                 _count(tier.failures),
             ]
-            table.add_row(Text(engine.name), *map(Text, cells), state)
-    return table
+            rows.append([Text(engine.name), *map(Text, cells), state])
+    return _table(columns, rows, width, "")
 
 
 def _count(value: float | None) -> str:
@@ -336,37 +422,45 @@ def top_command(
     if len(addresses) > _MOST_SERVERS:
         raise typer.BadParameter(f"expected at most {_MOST_SERVERS} servers, got {len(addresses)}")
     watch, console = Watch(addresses, time.monotonic), Console(highlight=False)
-    with ThreadPoolExecutor(max_workers=len(addresses), thread_name_prefix="kvtier-top") as threads:
+    if once or as_json or not console.is_terminal:
+        scraper = Scraper(addresses)
+        scraper.start()
+        watch.take(scraper.wait_all(_TIMEOUT + _LATENESS))
+        if as_json:
+            engines = [asdict(engine) for engine in watch.engines]
+            problems = [problem._asdict() for problem in watch.problems]
+            typer.echo(json.dumps({"engines": engines, "problems": problems}))
+        else:
+            console.print(render(watch, console.width))
+        raise typer.Exit(1 if watch.problems else 0)
+    bell, ringer = socket.socketpair()
 
-        def scrape_all() -> None:
-            watch.take(list(threads.map(lambda url: scrape(url, _TIMEOUT), addresses)))
+    def ring() -> None:
+        with suppress(OSError):  # it has rung often enough, or the command has ended
+            ringer.send(b"x", socket.MSG_DONTWAIT)
 
-        if once or as_json or not console.is_terminal:
-            scrape_all()
-            if as_json:
-                engines = [asdict(engine) for engine in watch.engines]
-                problems = [problem._asdict() for problem in watch.problems]
-                typer.echo(json.dumps({"engines": engines, "problems": problems}))
-            else:
-                console.print(render(watch, console.width))
-            raise typer.Exit(1 if watch.problems else 0)
-        with ending_quietly(), _keys() as read_key:
-            _run(watch, console, scrape_all, read_key, interval)
+    with bell, ringer, ending_quietly(), _keys(bell) as read_key:
+        _run(watch, console, Scraper(addresses, ring), read_key, interval)
 
 
 def _run(
     watch: Watch,
     console: Console,
-    scrape_all: Callable[[], None],
+    scraper: Scraper,
     read_key: Callable[[float], str],
     interval: float,
 ) -> None:
-    """Show the figures until the user quits. `read_key` waits for a key for so many seconds at most."""
-    sort, is_paused = 0, False
+    """Show the figures until the user quits.
+
+    `read_key` waits for a key, or for the answer of a server, for so many seconds at most.
+    """
+    sort, is_paused, due = 0, False, time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        scrape_all()
-        due = time.monotonic() + interval
         while True:
+            if time.monotonic() >= due:
+                if not is_paused:
+                    scraper.start()
+                due = time.monotonic() + interval
             state = "paused" if is_paused else f"every {interval:g} s"
             status = f"{state}   q quit   s sort ({_SORTS[sort]})   p pause"
             live.update(render(watch, console.width, _SORTS[sort], status), refresh=True)
@@ -377,31 +471,30 @@ def _run(
                 sort = (sort + 1) % len(_SORTS)
             elif key in ("p", " "):
                 is_paused = not is_paused
-            if time.monotonic() >= due:
-                if not is_paused:
-                    scrape_all()
-                due = time.monotonic() + interval
-
-
-def _wait(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
+            found = scraper.take_found()
+            if found and not is_paused:
+                watch.take(found)
 
 
 @contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """Read single keys from the terminal; without one, only wait."""
-    if not sys.stdin.isatty():
-        yield _wait
-        return
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
+def _keys(bell: socket.socket) -> Iterator[Callable[[float], str]]:
+    """Read single keys from the terminal, until the bell rings; without a terminal, only wait for that."""
+    terminal = sys.stdin.fileno() if sys.stdin.isatty() else None
+    sources = [bell] if terminal is None else [bell, terminal]
 
     def read_key(seconds: float) -> str:
-        ready, _, _ = select.select([terminal], [], [], seconds)
+        ready, _, _ = select.select(sources, [], [], seconds)
+        if bell in ready:
+            bell.recv(1 << 12)
+        if terminal is None or terminal not in ready:
+            return ""
         # A terminal that has gone has nothing to read.
-        return (os.read(terminal, 1).decode(errors="replace") or "q") if ready else ""
+        return os.read(terminal, 1).decode(errors="replace") or "q"
 
+    if terminal is None:
+        yield read_key
+        return
+    before = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
     try:
         yield read_key
