@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,20 @@ def test_an_interrupt_in_the_middle_is_one_line(folder: Path) -> None:
         assert process.stderr.read() == "kvtier: interrupted\n"
     assert process.returncode == 130
     assert {path.name for path in folder.iterdir()} == {"settings.json", "recording"}
+
+
+def test_a_demo_that_is_terminated_leaves_no_files(folder: Path) -> None:
+    """The run over a disk has a folder of its own, in which a file of the disk tier shows that it runs."""
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
+    (place := folder / "place").mkdir()
+    command = [*KVTIER, "demo", "--quick", "--no-report", "--disk-folder", "place"]
+    with subprocess.Popen(command, **options) as process:  # type: ignore[call-overload]
+        while process.poll() is None and not [*place.glob("kvtier-demo-*/*")]:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 143
+    assert not [*place.iterdir()]
 
 
 def test_ignored_interrupts_stay_ignored(folder: Path) -> None:

@@ -157,6 +157,14 @@ def test_a_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "none")
 
 
+def test_a_row_of_csv_may_be_long(tmp_path: Path) -> None:
+    blocks = [f"{number:016x}" for number in range(10_000)]
+    trace = read(tmp_path, "time,blocks", f"0,{' '.join(blocks)}")
+    assert trace.requests[0].prompt_tokens == 16 * len(blocks)
+    with pytest.raises(InputError, match=r"trace:2: expected a row of CSV: field larger than field limit"):
+        read(tmp_path, "time,blocks", f"0,{'0' * (17 << 20)}")
+
+
 def stored(parent: int | None, *hashes: int, medium: str = "GPU") -> BlockStored:
     return BlockStored([*hashes], parent, [0] * 4 * len(hashes), 4, None, medium, None)
 

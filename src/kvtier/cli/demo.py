@@ -78,7 +78,7 @@ _Compute = Annotated[
     ),
 ]
 _Capacity = Annotated[str, Option(metavar="SIZE", help="Host memory for KV.")]
-_Policy = Annotated[str, Option(help="Who leaves a full tier: lru, arc or package.module:Class.")]
+_Policy = Annotated[str, Option(help="Who leaves a full tier: lru, arc, gittins or package.module:Class.")]
 _Chunk = Annotated[int, Option(metavar="N", help="Blocks that are stored and loaded as one.")]
 _Block = Annotated[int, Option(metavar="N", help="Tokens of a block.")]
 _Blocks = Annotated[

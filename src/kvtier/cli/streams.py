@@ -39,15 +39,25 @@ def _end(number: int, frame: object) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` inside, because the work needs a cleanup."""
+    """Let Ctrl-C raise `KeyboardInterrupt` inside, and SIGTERM `SystemExit`: the work needs a cleanup."""
     if signal.getsignal(signal.SIGINT) is not _end:  # the process is not ours alone
         yield
         return
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if is_default:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, _end)
+        if is_default:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+    raise SystemExit(128 + number)
 
 
 # -- output ----------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ GAP = 2.0
 """Seconds. A step of an engine is far shorter, and few people or tools answer within this time."""
 _MOONCAKE_TOKENS = 512
 _MOST_TOKENS = 1 << 26
+_LONGEST_FIELD = 16 << 20
 _Line = tuple[str, Mapping[str, Any]]
 """Where a line is, for messages, and its fields."""
 
@@ -89,7 +90,7 @@ def _lines(path: Path) -> Iterator[_Line]:
             file.seek(0)
             if start:
                 yield from _json_lines(path, file) if start.startswith("{") else _csv_lines(path, file)
-        except (UnicodeDecodeError, csv.Error):
+        except UnicodeDecodeError:
             raise InputError(f"{path}: expected JSON lines, CSV or a recording of events") from None
 
 
@@ -107,7 +108,15 @@ def _json_lines(path: Path, file: Iterable[str]) -> Iterator[_Line]:
 
 
 def _csv_lines(path: Path, file: Iterable[str]) -> Iterator[_Line]:
+    csv.field_size_limit(_LONGEST_FIELD)  # of the process; Python's own default is 128 KiB
     reader = csv.DictReader(file, skipinitialspace=True)
+    try:
+        yield from _csv_rows(path, reader)
+    except csv.Error as error:
+        raise InputError(f"{path}:{reader.line_num + 1}: expected a row of CSV: {error}") from None
+
+
+def _csv_rows(path: Path, reader: csv.DictReader[str]) -> Iterator[_Line]:
     if "time" not in (reader.fieldnames or ()):
         got = show_value(reader.fieldnames)
         raise InputError(f"{path}:1: expected JSON lines, or CSV with a header that has time; got {got}")
