@@ -104,6 +104,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             values = values.reshape(heads[name], -1, 2, columns).swapaxes(1, 2).reshape(rows, columns)
         module = _NAMES[name] if not block else f"model.layers.{block[1]}.{_NAMES[name]}"
         weights[f"{module}.weight"] = torch.tensor(values, dtype=torch.float32)
+    config["torch_dtype"] = "float32"
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
     save_model(folder, config, weights)
     _tokenizer(reader).save(str(folder / "tokenizer.json"))
