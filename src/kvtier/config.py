@@ -517,25 +517,25 @@ def groups_to_pack(
     """Return which groups of an engine are kept packed; nothing if none are.
 
     `page_bytes` are the bytes of each page of a group's blocks. States are never packed. Packing on the host
-    takes the processor's time, so it is done only where it was asked for.
+    takes the processor's time, so it is done only where it was asked for; on a GPU, wherever it can be.
     """
-    if settings.packing != "on":
+    if settings.packing == "off" or (settings.packing == "auto" and on_host):
         return ()
-    if not on_host:
-        raise ConfigError("packing", "expected auto or off for caches on a GPU, which are not packed yet")
-    if number_format != "bfloat16":
-        got = number_format or "other formats, or several"
-        raise ConfigError("packing", f"expected a cache of bfloat16, got {got}; set it to auto or off")
     packed = tuple(
         not group.is_state and pages_fit(pages, group.block_size)
         for group, pages in zip(groups, page_bytes, strict=True)
     )
-    if not any(packed):
-        sizes = [group.block_size for group in groups]
-        expected = "expected blocks of at least 8 tokens with heads of 64 values or more"
-        problem = f"{expected}, got blocks of {sizes} tokens whose pages cannot be packed; set it to auto"
-        raise ConfigError("packing", problem)
-    return packed
+    if number_format == "bfloat16" and any(packed):
+        return packed
+    if settings.packing == "auto":
+        return ()
+    if number_format != "bfloat16":
+        got = number_format or "other formats, or several"
+        raise ConfigError("packing", f"expected a cache of bfloat16, got {got}; set it to auto or off")
+    sizes = [group.block_size for group in groups]
+    expected = "expected blocks of at least 8 tokens with heads of 64 values or more"
+    problem = f"{expected}, got blocks of {sizes} tokens whose pages cannot be packed; set it to auto"
+    raise ConfigError("packing", problem)
 
 
 def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...]) -> KVTierConfig:

@@ -129,6 +129,13 @@ class PageShape(NamedTuple):
         return self.token_values if fits else LEAST_CHANNELS
 
 
+def shape_check(form: BlockFormat, shapes: Sequence[PageShape]) -> int:
+    """Return the word that tells blocks of these pages from others."""
+    rows = form.unit_tokens
+    sizes, channels = [shape.bytes for shape in shapes], [shape.channels(rows) for shape in shapes]
+    return crc32(np.array([rows, *sizes, *channels], "<i8").tobytes())
+
+
 class PackedPages:
     """The pages of one group on an engine, and their packed blocks in the pool.
 
@@ -147,9 +154,7 @@ class PackedPages:
         self.form = form
         self._rows, self._pages = rows, tuple(pages)
         self._channels = np.array([shape.channels(form.unit_tokens) for shape in shapes], np.int64)
-        sizes = [shape.bytes for shape in shapes]
-        check = crc32(np.array([form.unit_tokens, *sizes, *self._channels], "<i8").tobytes())
-        self._geometry = np.array([offset, check, *form], np.int64)
+        self._geometry = np.array([offset, shape_check(form, shapes), *form], np.int64)
 
     def store(self, slots: Ints, indices: Ints, blocks: Ints) -> npt.NDArray[np.bool_]:
         """Pack blocks into their slots; return which of them packed. The others' bytes must not be used."""
@@ -162,6 +167,34 @@ class PackedPages:
         counts = np.empty(len(blocks), np.int64)
         unpack(self._rows, self._pages, self._channels, self._geometry, slots, indices, blocks, counts)
         return counts >= 0
+
+
+class Heads:
+    """The heads of the packed blocks of one group in the pool.
+
+    They tell of blocks that were packed or unpacked elsewhere. The blocks of slot s begin `offset` bytes
+    into row s.
+    """
+
+    def __init__(
+        self, rows: npt.NDArray[np.uint8], offset: int, form: BlockFormat, check: int, per_chunk: int
+    ) -> None:
+        self._form, self._check = form, check
+        strides = (rows.strides[0], form.bytes, 4)
+        self._words = np.ndarray((len(rows), per_chunk, _HEAD_WORDS), "<u4", rows, offset, strides)
+
+    def packed(self, slots: Ints, indices: Ints) -> npt.NDArray[np.bool_]:
+        """Return which blocks packed."""
+        arrived: npt.NDArray[np.bool_] = self._words[slots, indices, 0] <= self._form.max_exceptions
+        return arrived
+
+    def fit(self, slots: Ints, indices: Ints) -> npt.NDArray[np.bool_]:
+        """Return which blocks are packed blocks of this shape."""
+        words = self._words[slots, indices]
+        arrived: npt.NDArray[np.bool_] = (words[:, 0] <= self._form.max_exceptions) & (
+            words[:, 1] == self._check
+        )
+        return arrived
 
 
 # -- the Python form ------------------------------------------------------------------------------

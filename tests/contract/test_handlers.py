@@ -43,6 +43,12 @@ class TestHostHandlers(HandlerSuite):
             handler.probe = None
 
 
+class TestPackedHandlers(TestHostHandlers):
+    """Blocks are kept packed."""
+
+    packs = True
+
+
 class TestHandlersWithoutCompiler(TestHostHandlers):
     """The same where nothing was compiled."""
 

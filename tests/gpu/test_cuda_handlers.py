@@ -29,7 +29,7 @@ from kvtier.transfer.layout import canonicalize
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, driver, lanes
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, driver
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import Pinning
@@ -91,12 +91,18 @@ class TestNothingIsShort(TestCudaHandlers):
             monkeypatch.setattr(lane, "short_bytes", 0)
 
 
-class TestLargePages(TestNothingIsShort):
-    """A piece that is alone is copied as it is."""
+class TestPacked(TestCudaHandlers):
+    """Blocks are kept packed; small jobs by kernels that reach the pool itself."""
 
-    @pytest.fixture(autouse=True)
-    def _copy_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lanes, "ALONE_BYTES", 1)
+    packs = True
+
+
+class TestPackedThroughBuffers(TestNothingIsShort):
+    packs = True
+
+
+class TestPackedInSmallBuffers(TestSmallBuffers):
+    packs = True
 
 
 class TestPageable(TestCudaHandlers):
@@ -107,6 +113,10 @@ class TestPageable(TestCudaHandlers):
             raise TransferError(f"no {size} bytes")
 
         return {"pinning": Pinning(pool, lambda: None, pin=refuse)}
+
+
+class TestPackedPageable(TestPageable):
+    packs = True
 
 
 class TestHostHandlersOnCuda(HostSuite):

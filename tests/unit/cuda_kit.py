@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from kvtier.packing import pack, unpack
 from kvtier.transfer.cuda import commands, driver, lanes, pieces
-from kvtier.transfer.cuda.driver import Launch
-from kvtier.transfer.cuda.pieces import Part
+from kvtier.transfer.cuda.driver import Launch, Launches
+from kvtier.transfer.cuda.pieces import PackedUnits, Part
 
 SIGNATURES: dict[str, list[Any]] = {
     "cuLaunchKernel": [c_uint64, *[c_uint] * 7, c_uint64, c_void_p, c_void_p],
@@ -43,6 +44,15 @@ def cut_small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
         monkeypatch.setattr(pieces, name, size)
 
 
+class Kernel(NamedTuple):
+    """What a launch does. Packing takes two launches, which share a scratch."""
+
+    part: Part
+    gather: bool
+    scratch: int = 0
+    finishes: bool = True
+
+
 def read(kind: Any, address: int | None, count: int) -> list[int]:
     return list((kind * count).from_address(address or 0)) if count else []
 
@@ -53,7 +63,8 @@ class FakeDriver:
     def __init__(self, *, has_batches: bool = True, copies: bool = False) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.failing: dict[str, int] = {}
-        self.kernels: dict[int, tuple[Part, bool]] = {}
+        self.kernels: dict[int, Kernel] = {}
+        self.scratches: dict[int, list[bytes]] = {}
         self.copies = copies
         for name, signature in SIGNATURES.items():
             if has_batches or name != "cuMemcpyBatchAsync":
@@ -91,8 +102,22 @@ class FakeDriver:
         (table,), (args,), *extra = (read(c_uint64, addresses[i], 1) for i in (0, 1, 4, 5, 6, 7))
         (num_blocks,), (num_tiles,) = (read(c_int, addresses[i], 1) for i in (2, 3))
         if self.copies:
-            self._copy_pages(*self.kernels[function], read(c_int64, args, 2 * num_blocks))
+            self._run(self.kernels[function], read(c_int64, args, 2 * num_blocks))
         return (function, *sizes, stream, table, args, num_blocks, num_tiles, extra)
+
+    def _run(self, kernel: Kernel, args: list[int]) -> None:
+        units = kernel.part.units
+        if units is None:
+            self._copy_pages(kernel.part, kernel.gather, args)
+        elif not kernel.gather:
+            convert(units, args, unpack)
+        elif not kernel.finishes:
+            made = [bytearray(units.form.bytes) for _ in args[::2]]
+            convert(units, args[: len(made)] + [address_of(block) for block in made], pack)
+            self.scratches[kernel.scratch] = [bytes(block) for block in made]
+        else:
+            for row, packed in zip(args[len(args) // 2 :], self.scratches.pop(kernel.scratch), strict=True):
+                ctypes.memmove(row, packed, len(packed))
 
     def _copy_pages(self, part: Part, gather: bool, args: list[int]) -> None:
         for block, row in zip(args[: len(args) // 2], args[len(args) // 2 :], strict=True):
@@ -139,8 +164,44 @@ class FakeDevice:
 
     host_rows = rows
 
-    def kernels(self, part: Part, row_align: int, *, gather: bool) -> tuple[Launch, Launch]:
+    def kernels(
+        self, part: Part, row_align: int, scratch: int, *, gather: bool
+    ) -> tuple[Launches, Launches]:
+        if part.units is not None and gather:
+            both = tuple(self._launch(Kernel(part, True, scratch, finishes)) for finishes in (False, True))
+            return both, both
+        kernel = self._launch(Kernel(part, gather))
+        return (kernel,), (kernel._replace(programs=16),)
+
+    def _launch(self, kernel: Kernel) -> Launch:
         function = len(self._fake.kernels) + 1
-        self._fake.kernels[function] = part, gather
-        kernel = Launch(function, 32, 0, programs=4, tiles=2, table=0, num_tiles=len(part.pages.size))
-        return kernel, kernel._replace(programs=16)
+        self._fake.kernels[function] = kernel
+        return Launch(function, 32, 0, programs=4, tiles=2, table=0, num_tiles=len(kernel.part.pages.size))
+
+
+def address_of(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def convert(units: PackedUnits, args: list[int], how: Any) -> None:
+    """Pack or unpack blocks, given by their ids and, behind them, the addresses of their packed bytes.
+
+    A page of one unit each has the same bytes as pages of several.
+    """
+    blocks, rows = args[: len(args) // 2], args[len(args) // 2 :]
+    geometry = np.array([0, units.check, *units.form], np.int64)
+    sizes = 2 * units.form.unit_tokens * units.channels
+    for block, row in zip(blocks, rows, strict=True):
+        starts = (units.base + block * units.stride).tolist()
+        pages = tuple(
+            array_at(start, (1, size)).view(np.int8)
+            for start, size in zip(starts, sizes.tolist(), strict=True)
+        )
+        packed = array_at(row, (1, units.form.bytes))
+        nothing, counts = np.zeros(1, np.int64), np.empty(1, np.int64)
+        how(packed, pages, units.channels, geometry, nothing, nothing, nothing, counts)
+
+
+def array_at(address: int, shape: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    size = shape[0] * shape[1]
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8).reshape(shape)

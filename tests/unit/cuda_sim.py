@@ -98,7 +98,7 @@ class SimDriver(FakeDriver):
         addresses = read(c_uint64, arguments, 8)
         (args,), (count,) = read(c_uint64, addresses[1], 1), read(c_int, addresses[2], 1)
         kernel = self.kernels[function]
-        self.streams[stream].append(lambda: self._copy_pages(*kernel, read(c_int64, args, 2 * count)))
+        self.streams[stream].append(lambda: self._run(kernel, read(c_int64, args, 2 * count)))
 
     def _cuEventRecord(self, event: int, stream: int) -> None:
         self._recorded[event] += 1

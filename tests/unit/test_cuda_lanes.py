@@ -91,14 +91,16 @@ class TestDirect(TestLanes):
     options: ClassVar[dict[str, Any]] = {"direct_bytes": 1}
 
 
-class TestLargePages(TestLanes):
-    """Nothing is short, and a piece that is alone is copied as it is."""
+class TestPacked(TestLanes):
+    """Blocks are packed and unpacked by kernels that reach the pool itself."""
 
-    @pytest.fixture(autouse=True)
-    def _copy_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lanes, "ALONE_BYTES", 1)
-        for lane in (StoreLane, LoadLane):
-            monkeypatch.setattr(lane, "short_bytes", 0)
+    packs = True
+
+
+class TestPackedPieces(TestManyPieces):
+    """Packed blocks go through buffers, one at a time."""
+
+    packs = True
 
 
 class TestPythonSubmitter(TestManyPieces):
@@ -119,7 +121,6 @@ def test_both_forms_make_the_same_calls(
     cut_small(monkeypatch, 1 << 12)
     monkeypatch.setattr(StoreLane, "short_bytes", 1 << 13)
     monkeypatch.setattr(lanes, "BURST_BYTES", 1 << 14)
-    monkeypatch.setattr(lanes, "ALONE_BYTES", random.Random(seed).choice([1, 1 << 30]))
     suite = TestLanes()
     monkeypatch.setattr(TestLanes, "options", options)
     calls = []
@@ -213,59 +214,6 @@ def test_stores_give_way_to_the_copies_of_others(
     copies = CopyEngine([call for call in fake.calls if call[-1] != args_stream])
     assert (len({stream for stream, _ in copies.bursts}) > 1) == changes
     assert max(size for _, size in copies.bursts) <= max(burst, piece_bytes) or not changes
-    rig.close()
-
-
-@pytest.mark.parametrize(("way", "kernels"), [("store", [False, True, True]), ("load", [True, True, True])])
-@pytest.mark.parametrize(("least", "is_large"), [(4096, True), (4097, False)])
-def test_large_pages_need_no_kernel_that_the_bus_would_wait_for(
-    way: str,
-    kernels: list[bool],
-    least: int,
-    is_large: bool,
-    fake: FakeDriver,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A store begins with its pages as they are, and so is a job of one piece; the rest is gathered while
-    the bus is busy.
-    """
-    monkeypatch.setattr(lanes, "ALONE_BYTES", least)
-    monkeypatch.setattr(TestLanes, "options", {"staging_bytes": 1 << 17})
-    rig = Rig(TestLanes(), "blocks_first", page=4096, num_blocks=40, num_slots=40)
-    handler = rig.store if way == "store" else rig.load
-    assert isinstance(handler, CudaHandler)
-    monkeypatch.setattr(handler._lane, "short_bytes", 0)
-    (part,) = handler.memory.parts[0]
-    plan = handler.plan(
-        (GPULoadStoreSpec([1, 2, 3]), CPULoadStoreSpec([0, 1, 2]))[:: 1 if way == "store" else -1]
-    )
-    rows = handler.memory.pool_map.rows(plan)
-
-    def launches(first: int, *, oldest: int | None, is_last: bool) -> bool:
-        fake.calls.clear()
-        piece = Piece(part, first, first + 1, 1)
-        handler._lane.enqueue(piece, plan.blocks, rows, handler._lane.timer(), oldest, is_last=is_last)
-        return "cuLaunchKernel" in {name for name, *_ in fake.calls}
-
-    found = [launches(i, oldest=0 if i else None, is_last=i == 2) for i in range(3)]
-    assert found == (kernels if is_large else [True] * 3)
-    assert launches(0, oldest=None, is_last=True) == (not is_large)
-    rig.close()
-
-
-@pytest.mark.parametrize(("is_last", "programs"), [(True, 12), (False, lanes.OPENING_PROGRAMS)])
-def test_the_first_kernel_of_a_long_store_leaves_room_for_the_next_gather(
-    is_last: bool, programs: int, fake: FakeDriver
-) -> None:
-    rig = Rig(TestLanes(), "blocks_first", page=4096, num_blocks=40, num_slots=40)
-    assert isinstance(rig.store, CudaHandler)
-    lane, (part,) = rig.store._lane, rig.store.memory.parts[0]
-    plan = rig.store.plan((GPULoadStoreSpec(range(1, 9)), CPULoadStoreSpec(range(8))))
-    rows = rig.store.memory.pool_map.rows(plan)
-    fake.calls.clear()
-    lane.enqueue(Piece(part, 0, 8, 8), plan.blocks, rows, lane.timer(), None, is_last=is_last)
-    (launch,) = [args for name, *args in fake.calls if name == "cuLaunchKernel"]
-    assert launch[1] == programs
     rig.close()
 
 

@@ -53,10 +53,11 @@ class Soak:
         cut_small(monkeypatch, size)
         monkeypatch.setattr(commands, "SMALL_RANGE", self.rng.choice([1, 2048, 1 << 20]))
         monkeypatch.setattr(lanes, "BURST_BYTES", self.rng.choice([1, 2 * size, 1 << 30]))
-        monkeypatch.setattr(lanes, "ALONE_BYTES", self.rng.choice([1, 1 << 30]))
         for lane in (StoreLane, LoadLane):
             monkeypatch.setattr(lane, "short_bytes", self.rng.choice([0, size, size, 2 * size]))
-        self.rig = Rig(Lanes(), "kv_first", page=PAGE, num_blocks=60, num_slots=60)
+        suite = Lanes()
+        suite.packs = self.rng.random() < 0.3
+        self.rig = Rig(suite, "kv_first", page=PAGE, num_blocks=60, num_slots=60)
         half = self.rig.config.num_slots // 2
         count = min(half, 29)
         first = GPULoadStoreSpec(range(1, 1 + count)), CPULoadStoreSpec(range(half, half + count))
@@ -115,7 +116,7 @@ class Soak:
             zip(gpu.block_ids.tolist(), cpu.block_ids.tolist(), strict=True)
         ):
             if result.success or position not in (result.failed_blocks or ()):
-                image = b"".join(page.numpy().tobytes() for page in self.rig.caches.pages(0, block))
+                image = self.rig.model.image(self.rig.caches, 0, block)
                 assert self.rig.rows[slot].tobytes() == image, f"block {block} is said to have arrived"
 
     def _follow(self, way: str, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> None:

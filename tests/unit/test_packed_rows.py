@@ -300,10 +300,13 @@ def choose(packing: str, number_format: str = "bfloat16", *, on_host: bool = Tru
 
 
 def test_attention_groups_are_packed_where_it_was_asked_for() -> None:
-    assert choose("on") == (True, False)
-    assert (
-        choose("off") == choose("auto") == choose("auto", "float32") == choose("auto", on_host=False) == ()
-    )
+    assert choose("on") == choose("on", on_host=False) == (True, False)
+    assert choose("off") == choose("off", on_host=False) == choose("auto") == choose("auto", "float32") == ()
+
+
+def test_a_gpu_packs_by_itself_what_can_be_packed() -> None:
+    assert choose("auto", on_host=False) == (True, False)
+    assert choose("auto", "float16", on_host=False) == choose("auto", on_host=False, size=1024) == ()
 
 
 @pytest.mark.parametrize(
@@ -311,7 +314,6 @@ def test_attention_groups_are_packed_where_it_was_asked_for() -> None:
     [
         ({"number_format": "float32"}, "packing: expected a cache of bfloat16, got float32; set it to auto"),
         ({"number_format": ""}, "packing: expected a cache of bfloat16, got other formats, or several"),
-        ({"on_host": False}, "packing: expected auto or off for caches on a GPU"),
         ({"size": 1024}, "packing: expected blocks of at least 8 tokens with heads of 64 values or more"),
     ],
 )

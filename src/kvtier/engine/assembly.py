@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 from uuid import uuid4
@@ -159,7 +160,11 @@ def describe_cache(
         settings=settings,
         groups=described,
         packed_groups=groups_to_pack(
-            settings, described, pages, config.dtype, on_host=config.device == "cpu"
+            settings,
+            described,
+            pages,
+            config.dtype,
+            on_host=config.device == "cpu" or find_spec("triton") is None,
         ),
         hash_block_size=config.block_size,
         engine_id=uuid4().hex,

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.packing import PackedPages, PageShape
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
+from kvtier.transfer.layout import canonicalize
 
 LAYOUTS = (
     "blocks_first",
@@ -26,6 +30,7 @@ LAYOUTS = (
     "shared",
 )
 PADDING = 24  # elements
+_ONE_BLOCK = (np.zeros(1, np.int64),) * 3
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,9 @@ def make_caches(
     num_groups: int = 1,
     seed: int = 0,
     device: str = "cpu",
+    bfloat16: bool = False,
 ) -> Caches:
-    """Make a cache with random contents.
+    """Make a cache with random contents: any bytes, or values in `bfloat16` that pack.
 
     A layer has `page` bytes a block in the first group and half in the second.
     """
@@ -77,7 +83,11 @@ def make_caches(
         if layout == "shared" and group:
             views, bases = [tensor[:, : page // 4] for tensor in layers.values()], []
         for base in bases:
-            base.copy_(torch.randint(-(2**15), 2**15, base.shape, dtype=torch.int16, generator=generator))
+            if bfloat16:
+                values = torch.randn(base.shape, generator=generator).to(torch.bfloat16).view(torch.int16)
+            else:
+                values = torch.randint(-(2**15), 2**15, base.shape, dtype=torch.int16, generator=generator)
+            base.copy_(values)
         names = {f"group{group}.layer{i}": view for i, view in enumerate(views)}
         bytes_per_block = sum(view.numel() * view.element_size() for view in views) // num_blocks
         layers |= names
@@ -128,6 +138,7 @@ def make_config(
     rank: int = 0,
     deadline: float = 10.0,
     engine_id: str = "test",
+    packs: bool = False,
 ) -> OffloadingConfig:
     """Make the config of an engine with these caches and a pool of `num_slots`."""
 
@@ -145,6 +156,7 @@ def make_config(
             world_size=world_size,
             rank=rank,
             engine_id=engine_id,
+            packed_groups=(True,) * len(caches.groups) if packs else (),
         )
 
     return config(config(1 << 40).row_bytes * num_slots)
@@ -157,24 +169,55 @@ class ReferenceTransfer:
         self.caches = caches
         self.rows = [bytearray(config.row_bytes) for _ in range(config.num_slots)]
         self._config = config
+        refs = canonicalize(caches.layers, caches.groups, num_blocks=caches.num_blocks).group_data_refs
+        self._shapes = [[PageShape(ref.page_size_bytes, ref.token_values) for ref in some] for some in refs]
 
     def store(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> None:
         """Do the work of a store."""
         for group, block, slot, index in self.pairs(gpu, cpu):
-            at = self._place(group, index)
-            for page in self.caches.pages(group, block):
-                data = _to_bytes(page)
-                self.rows[slot][at : at + len(data)] = data
-                at += len(data)
+            at, data = self._place(group, index), self.image(self.caches, group, block)
+            self.rows[slot][at : at + len(data)] = data
 
     def load(self, cpu: CPULoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
         """Do the work of a load."""
         for group, block, slot, index in self.pairs(gpu, cpu):
             at = self._place(group, index)
+            data = self._unpacked(group, self.rows[slot][at : at + self._config.kept_bytes(group)])
+            first = 0
             for page in self.caches.pages(group, block):
                 size = page.numel() * page.element_size()
-                _set_bytes(page, self.rows[slot][at : at + size])
-                at += size
+                _set_bytes(page, data[first : first + size])
+                first += size
+
+    def image(self, caches: Caches, group: int, block: int) -> bytes:
+        """Return a block as it is kept."""
+        data = b"".join(_to_bytes(page) for page in caches.pages(group, block))
+        if self._config.packed_format(group) is None:
+            return data
+        packed, pages, convert = self._packed_block(group, bytearray(self._config.kept_bytes(group)))
+        first = 0
+        for page in pages:
+            page[:] = np.frombuffer(data, np.int8, page.size, first)
+            first += page.size
+        assert convert.store(*_ONE_BLOCK).all()
+        return bytes(packed)
+
+    def _unpacked(self, group: int, data: bytearray) -> bytearray:
+        if self._config.packed_format(group) is None:
+            return data
+        _, pages, convert = self._packed_block(group, data)
+        assert convert.load(*_ONE_BLOCK).all()
+        return bytearray(b"".join(page.tobytes() for page in pages))
+
+    def _packed_block(
+        self, group: int, data: bytearray
+    ) -> tuple[bytearray, list[npt.NDArray[np.int8]], PackedPages]:
+        """Return the bytes of a packed block, pages of their own, and what converts one to the other."""
+        form, shapes = self._config.packed_format(group), self._shapes[group]
+        assert form is not None
+        pages = [np.zeros((1, shape.bytes), np.int8) for shape in shapes]
+        row = np.frombuffer(data, np.uint8).reshape(1, -1)
+        return data, pages, PackedPages(row, 0, form, pages, shapes)
 
     def _place(self, group: int, index: int) -> int:
         image = self._config.rank * self._config.max_image_bytes

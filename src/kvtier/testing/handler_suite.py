@@ -53,9 +53,13 @@ class Rig:
         geometry = {
             name: options.pop(name) for name in ("page", "num_blocks", "num_groups") if name in options
         }
-        self.caches = make_caches(layout, device=suite.device, **geometry)
-        self.config = make_config(self.caches, deadline=DEADLINE, **options)
-        self.model = ReferenceTransfer(make_caches(layout, device=suite.device, **geometry), self.config)
+        if suite.packs:  # the smallest page of which every part of every layout can be packed
+            geometry["page"] = max(geometry.get("page", 0), 8192)
+        self.caches, twin = (
+            make_caches(layout, device=suite.device, bfloat16=suite.packs, **geometry) for _ in range(2)
+        )
+        self.config = make_config(self.caches, deadline=DEADLINE, packs=suite.packs, **options)
+        self.model = ReferenceTransfer(twin, self.config)
         self.clock = ManualClock()
         canonical = canonicalize(self.caches.layers, self.caches.groups, num_blocks=self.caches.num_blocks)
         self.store, self.load, self.rows = suite.make_handlers(self.config, canonical, self.clock)
@@ -122,6 +126,8 @@ class HandlerSuite:
     """The contract of `OffloadingHandler`, for a pair that stores to and loads from the same place."""
 
     device = "cpu"
+    packs = False
+    """Whether the caches are in bfloat16, and kept packed."""
 
     def make_handlers(
         self, config: OffloadingConfig, kv_caches: CanonicalKVCaches, clock: Callable[[], float]
@@ -190,7 +196,7 @@ class HandlerSuite:
 
     def test_a_result_says_what_was_moved(self, rig: Rig) -> None:
         result = rig.run_store(7, GPULoadStoreSpec([1, NULL_BLOCK, 2]), CPULoadStoreSpec([0, 1, 2]))
-        moved = 2 * rig.config.groups[0].bytes_per_block
+        moved = 2 * rig.config.kept_bytes(0)
         assert result == TransferResult(7, True, moved, result.transfer_time, ("GPU", "CPU"))
         assert result.transfer_time is not None
         assert rig.run_load(8, CPULoadStoreSpec([2]), GPULoadStoreSpec([5])).transfer_type == ("CPU", "GPU")

@@ -157,6 +157,10 @@ class Spans:
         if form is None:
             return None
         refs = kv_caches.group_data_refs[group]
+        if kv_caches.tensors[0].tensor.is_cuda:
+            raise LayoutError(
+                "packing on a GPU: expected Triton, got none: install it, or set packing to off"
+            )
         pages = [kv_caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes].numpy() for ref in refs]
         shapes = [PageShape(ref.page_size_bytes, ref.token_values) for ref in refs]
         return PackedPages(self.pool.rows, self._image_offset, form, pages, shapes)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import TransferError
-from kvtier.transfer.cuda.pieces import Part
+from kvtier.transfer.cuda.pieces import ROW_ALIGNMENT, Part
 
 Addresses = npt.NDArray[np.int64]
 
@@ -244,6 +244,10 @@ class Launch(NamedTuple):
             fail(status, "launching a kernel")
 
 
+Launches = tuple[Launch, ...]
+"""Kernels that do their work one after the other."""
+
+
 def copy_range(dst: int, src: int, size: int, stream: int, *, pinned: bool = True) -> None:
     """Enqueue one copy. If the host's end is not `pinned`, the driver may wait for the stream first."""
     if status := (_enqueuing() if pinned else _waiting()).cuMemcpyAsync(dst, src, size, stream):
@@ -338,22 +342,31 @@ class Device:
         self._kept.append(rows)
         return [row.data_ptr() for row in rows]
 
-    def kernels(self, part: Part, row_align: int, *, gather: bool) -> tuple[Launch, Launch]:
-        """Return two kernels that copy the pages of a part: one for a buffer, one for the pool."""
-        # Imported here, because only a process with a device needs Triton.
-        from kvtier.transfer.cuda.kernels import (
-            SHORT,
-            STAGED,
-            PageCopy,
-        )
+    def kernels(
+        self, part: Part, row_align: int, scratch: int, *, gather: bool
+    ) -> tuple[Launches, Launches]:
+        """Return the kernels that copy a part, for rows in a buffer and for rows in the pool.
 
+        The second has none if rows in the pool do not have the alignment that they would need.
+        """
+        # Imported here, because only a process with a device needs Triton.
+        from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy
+        from kvtier.transfer.cuda.packing import Pack, Unpack
+
+        both: list[PageCopy | Pack | Unpack]
         with torch.cuda.device(self._device):
-            staged = PageCopy(part, self._device, STAGED, gather=gather)
-            short = PageCopy(part, self._device, SHORT, gather=gather, row_align=row_align)
+            if part.units is None:
+                staged = PageCopy(part, self._device, STAGED, gather=gather)
+                both = [staged, PageCopy(part, self._device, SHORT, gather=gather, row_align=row_align)]
+            elif gather:
+                both = [Pack(part.units, self._device, scratch)]
+            else:
+                both = [Unpack(part.units, self._device)]
             torch.cuda.synchronize()
-        if staged.launch is None or short.launch is None:
+        if not all(kernels.launches for kernels in both):
             raise TransferError(
                 "expected compiled kernels, got Triton's interpreter: unset TRITON_INTERPRET"
             )
-        self._kept += [staged, short]
-        return staged.launch, short.launch
+        self._kept += both
+        is_apart = part.units is not None and row_align < ROW_ALIGNMENT
+        return both[0].launches, () if is_apart else both[-1].launches

@@ -29,7 +29,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.errors import IntegrityError, TransferError
+from kvtier.packing import Heads
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.cuda.pieces import (
@@ -42,7 +46,7 @@ from kvtier.transfer.cuda.pieces import (
     group_sizes,
 )
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
-from kvtier.transfer.plan import pair_blocks, pair_simple
+from kvtier.transfer.plan import Plan, pair_blocks, pair_simple
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +238,8 @@ class CudaHandler(JobHandler[CudaJob]):
                     continue  # the job was ended, and its timer may belong to another job
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
+                if piece.part.units is not None:
+                    job.lost += self._find_lost(job.plan.part(slice(piece.first, piece.last)))
                 # The first piece and the last two are on three streams, and any of them may arrive last.
                 if position == 0 or position >= len(job.pieces) - 2:
                     job.seconds = max(job.seconds, lane.seconds(job.timer, number))
@@ -241,6 +247,16 @@ class CudaHandler(JobHandler[CudaJob]):
                     self._finish(job, job.seconds, success=True)
         except TransferError as error:
             self._break(error)
+
+    def _find_lost(self, blocks: Plan) -> tuple[int, ...]:
+        """Return the positions of packed blocks, all of one group, that have no bytes."""
+        arrived = self._arrived(self.memory.heads[int(blocks.groups[0])], blocks)
+        return () if arrived.all() else tuple(blocks.positions[~arrived].tolist())
+
+    @staticmethod
+    @abstractmethod
+    def _arrived(heads: Heads, blocks: Plan) -> npt.NDArray[np.bool_]:
+        """Return which packed blocks have their bytes, by their heads in the pool."""
 
     def _enqueue_nowait(self) -> bool:
         """Enqueue the next piece, if that needs no waiting; return whether it was enqueued."""
@@ -328,6 +344,10 @@ class CudaStoreHandler(Stores, CudaHandler):
 
     _cut = staticmethod(cut_store)
 
+    @staticmethod
+    def _arrived(heads: Heads, blocks: Plan) -> npt.NDArray[np.bool_]:
+        return heads.packed(blocks.slots, blocks.indices)
+
 
 class CudaLoadHandler(Loads, CudaHandler):
     """Copies blocks out of the pool."""
@@ -335,3 +355,7 @@ class CudaLoadHandler(Loads, CudaHandler):
     lane_type = LoadLane
 
     _cut = staticmethod(cut_load)
+
+    @staticmethod
+    def _arrived(heads: Heads, blocks: Plan) -> npt.NDArray[np.bool_]:
+        return heads.fit(blocks.slots, blocks.indices)

@@ -103,18 +103,19 @@ class PageCopy:
         self._shape = shape
         compiled = self._launch_jit(torch.zeros(2, dtype=torch.int64, device=device), 0)
         # A launch by Triton takes twice as long as a launch by the driver.
-        self.launch: driver.Launch | None = None
-        """The launch by the driver; `None` in Triton's interpreter."""
+        self.launches: driver.Launches = ()
+        """The launch by the driver; none in Triton's interpreter."""
         if compiled is not None:
             sizes = (32 * shape.warps, compiled.metadata.shared, shape.programs, self._tiles)
-            self.launch = driver.Launch(compiled.function, *sizes, self._table.data_ptr(), self._num_tiles)
+            launch = driver.Launch(compiled.function, *sizes, self._table.data_ptr(), self._num_tiles)
+            self.launches = (launch,)
 
     def __call__(self, args: torch.Tensor, num_blocks: int, stream: int) -> None:
         """Enqueue a copy. `args` holds block ids and addresses of rows, on the device or pinned."""
-        if self.launch is None:
+        if not self.launches:
             self._launch_jit(args, num_blocks)
-        else:
-            self.launch.start(args.data_ptr(), num_blocks, stream)
+        for launch in self.launches:
+            launch.start(args.data_ptr(), num_blocks, stream)
 
     def _num_programs(self, num_blocks: int) -> int:
         return max(1, min(self._shape.programs, -(-num_blocks * self._num_tiles // self._tiles)))

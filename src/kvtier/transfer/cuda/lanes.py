@@ -3,14 +3,13 @@
     store   kernels: gather piece n into buffer n % BUFFERS  --ready-->  copies: buffer to rows   --done
     load    copies: rows to buffer n % BUFFERS  --ready-->  kernels: scatter piece n              --done
 
-A kernel waits for its buffer on the device, never on the host, and the bus stays busy while kernels wait for
-the engine's kernels. The bus carries pieces one after the other, so that the last kernel has little to do;
-if their ranges are small, a second copy stream fills the gaps of the first. A piece is alone if no piece is
-before it and, for a load, none behind it. It has nothing to overlap with, so it takes one stream and fewer
-calls. It may take no buffer either: one kernel copies a short piece between the engine and the pool, and
-large pages are copied without a kernel. A long store begins this way, while its next piece is gathered. At
-most `RUN_AHEAD` pieces are under way, so that stopping takes milliseconds. Pieces that end on different
-streams may arrive in another order than they were enqueued in.
+Blocks that are kept packed are packed and unpacked in place of the gather and the scatter. A kernel waits
+for its buffer on the device, never on the host, and the bus stays busy while kernels wait for the engine's
+kernels. The bus carries pieces one after the other, so that the last kernel has little to do; if their
+ranges are small, a second copy stream fills the gaps of the first. Two kinds of piece take no buffer: the
+kernels carry a short piece, with no other before or behind it, over the bus themselves, and large pages are
+copied without a kernel. At most `RUN_AHEAD` pieces are under way, so that stopping takes milliseconds.
+Pieces that end on different streams may arrive in another order than they were enqueued in.
 
 The engine copies too: its tokens, to the host. The device's copy engine serves a stream until that stream
 has no work or must wait, and a stream of stores always has work. So stores change to another stream after
@@ -44,7 +43,7 @@ from kvtier.transfer.cuda.commands import (
     WriteArgs,
     make_submitter,
 )
-from kvtier.transfer.cuda.driver import Device
+from kvtier.transfer.cuda.driver import Device, Launches
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
 from kvtier.transfer.cuda.pieces import (
     MOST_BLOCKS,
@@ -55,6 +54,8 @@ from kvtier.transfer.cuda.pieces import (
     Part,
     Piece,
     Rows,
+    most_blocks,
+    scratch_bytes,
 )
 
 RUN_AHEAD = 8
@@ -63,14 +64,6 @@ RUN_AHEAD = 8
 # docs/cuda-constants.md has the measurements for the constants below.
 BURST_BYTES = 32 << 20
 """The bytes copied to the host before other copies have their turn, or one piece if that is more."""
-
-ALONE_BYTES = 128 << 10
-"""From this page size on, a piece that is alone and not short is copied page by page, so that the bus waits
-for no kernel.
-"""
-
-OPENING_PROGRAMS = 4
-"""The programs of the kernel that begins a long store: more would slow down the next gather beside it."""
 
 _CopyStreams = tuple[int, int, int, int]
 """A stream, a second stream for small ranges, the event that joins them, and the event that both wait for.
@@ -82,10 +75,8 @@ _COUNT: Final = Placeholder.COUNT
 _ROWS: Final = Placeholder.ROWS
 _START: Final = Placeholder.START
 _WAIT: Final = Placeholder.WAIT
-_Route = Literal["direct", "short", "opening", "alone", "staged"]
-"""How a piece is copied. `direct`: page by page. `short` and `opening`: by a kernel over the bus, the last
-piece or the first of several. `alone` and `staged`: through a buffer, on one stream or beside other pieces.
-"""
+_Route = Literal["direct", "short", "staged"]
+"""How a piece is copied: page by page, by its kernels over the bus, or through a buffer."""
 
 
 class _PartRoutes(NamedTuple):
@@ -94,13 +85,11 @@ class _PartRoutes(NamedTuple):
     A kernel sees a buffer as `rows`; the copy over the bus sees it as `pages`.
     """
 
-    staged: driver.Launch
-    short: driver.Launch
-    opening: driver.Launch
+    staged: Launches
+    short: Launches
+    """Kernels that read or write the pool itself; empty if its rows do not have the alignment."""
     rows: list[Rows]
     pages: list[Pages]
-    alone: _Route
-    """The route of a piece that is alone and not short."""
 
 
 class Begun(NamedTuple):
@@ -115,10 +104,8 @@ class Lane(ABC):
     """Owns the streams, buffers and events of one direction."""
 
     gathers: bool
-    begins_alone: bool
-    """Whether the first of several pieces has nothing to overlap with."""
     short_bytes: int
-    """The largest piece that a kernel copies over the bus itself, if the piece is alone."""
+    """The largest piece that its kernels copy over the bus themselves, if the piece is alone."""
     gives_way: bool
     """Whether the lane changes streams so that other copies have their turn.
 
@@ -140,7 +127,9 @@ class Lane(ABC):
         self._done = [device.event(timing=True) for _ in range(RUN_AHEAD)]
         self._spare_fences: list[int] = []
         self._spare_timers: list[int] = []
-        self._buffers = device.rows(BUFFERS, memory.piece_bytes)
+        self._buffers = device.rows(BUFFERS, memory.buffer_bytes)
+        self._scratch = self._make_scratch(memory) if self.gathers else 0
+        """The address of the memory that the kernels on `_kernels` use one after the other."""
         on_host, on_device = (make(RUN_AHEAD, 16 * MOST_BLOCKS) for make in (device.host_rows, device.rows))
         self._host_args = [KernelArgs(row, 0, 0, 0, MOST_BLOCKS) for row in on_host]
         self._device_args = [
@@ -158,18 +147,25 @@ class Lane(ABC):
         """Whether `begin` may be called."""
         self._scripts: dict[tuple[int, _Route, int, int, bool, bool], Script] = {}
 
+    def _make_scratch(self, memory: CudaMemory) -> int:
+        """Return the address of scratch for packing the largest piece."""
+        sizes = [
+            scratch_bytes(part.units, most_blocks(part, memory.piece_bytes))
+            for parts in memory.parts
+            for part in parts
+            if part.units is not None
+        ]
+        return self._device.rows(1, max(sizes))[0] if sizes else 0
+
     def _find_routes(self, memory: CudaMemory, group: int, part: Part) -> _PartRoutes:
-        staged, short = self._device.kernels(
-            part, memory.pool_map.alignment(part, group), gather=self.gathers
-        )
-        opening = short._replace(programs=min(short.programs, OPENING_PROGRAMS))
+        row_align = memory.pool_map.alignment(part, group)
+        staged, short = self._device.kernels(part, row_align, self._scratch, gather=self.gathers)
         size, offset = part.bytes, part.offset
         rows = [Rows(None, buffer, size) for buffer in self._buffers]
         pages = [
             Pages(*np.array([[buffer], [size], [size], [offset]], np.int64)) for buffer in self._buffers
         ]
-        has_large_pages = part.bytes >= ALONE_BYTES * len(part.pages.size)
-        return _PartRoutes(staged, short, opening, rows, pages, "direct" if has_large_pages else "alone")
+        return _PartRoutes(staged, short, rows, pages)
 
     def _find_simple_bounds(self, memory: CudaMemory) -> SimpleBounds | None:
         """Return the bounds of simple jobs.
@@ -256,7 +252,7 @@ class Lane(ABC):
         number, route = self._enqueued, self._choose_route(piece, oldest, is_last=is_last)
         if oldest is None:
             self._burst = 0
-        changes = route not in ("short", "opening") and self._change_streams(piece.bytes)
+        changes = route != "short" and self._change_streams(piece.bytes)
         script = self._find_script(
             part, route, number % RUN_AHEAD, begins=timer is not None, changes=changes
         )
@@ -269,11 +265,8 @@ class Lane(ABC):
     def _choose_route(self, piece: Piece, oldest: int | None, *, is_last: bool) -> _Route:
         if piece.part.direct:
             return "direct"
-        if oldest is not None or not (is_last or self.begins_alone):
-            return "staged"
-        if piece.bytes <= self.short_bytes and self._pinned:
-            return "short" if is_last else "opening"
-        return self._routes[id(piece.part)].alone
+        is_short = is_last and oldest is None and piece.bytes <= self.short_bytes and self._pinned
+        return "short" if is_short and self._routes[id(piece.part)].short else "staged"
 
     def _change_streams(self, size: int) -> bool:
         """Change to the other copy stream if this one has had its burst; return whether it changed."""
@@ -303,11 +296,7 @@ class Lane(ABC):
             case "direct":
                 return self._write_direct(part, turn, after)
             case "short":
-                return self._write_short(part, turn, self._routes[id(part)].short)
-            case "opening":
-                return self._write_short(part, turn, self._routes[id(part)].opening)
-            case "alone":
-                return self._write_alone(part, turn)
+                return self._write_short(part, turn)
             case "staged":
                 return self._write_staged(part, turn, after, begins)
 
@@ -315,16 +304,10 @@ class Lane(ABC):
         streams = self._copy_streams(turn, after)
         return (CopyPages(part.pages, _BLOCKS, _FIRST, _LAST, _ROWS, *streams, _START, 0, self._done[turn]),)
 
-    def _write_short(self, part: Part, turn: int, kernel: driver.Launch) -> Script:
-        args = self._host_args[turn]
-        return (
-            WriteArgs(args, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset),
-            LaunchKernel(kernel, args, _COUNT, self._side, _START, 0, self._done[turn]),
-        )
-
-    @abstractmethod
-    def _write_alone(self, part: Part, turn: int) -> Script:
-        """Write the script of a piece that takes one stream, and as few calls as possible."""
+    def _write_short(self, part: Part, turn: int) -> Script:
+        args, kernels = self._host_args[turn], self._routes[id(part)].short
+        write = WriteArgs(args, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset)
+        return (write, *self._launch(kernels, args, _START, 0, self._done[turn]))
 
     @abstractmethod
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
@@ -338,10 +321,22 @@ class Lane(ABC):
         return WriteArgs(args, _BLOCKS, _FIRST, _LAST, self._routes[id(part)].rows[turn % BUFFERS], 0)
 
     def _launch(
-        self, args: KernelArgs, part: Part, stream: int, start: OpenEvent, wait: OpenEvent, done: int
-    ) -> LaunchKernel:
-        """Return the command that launches a kernel to copy a piece between the engine and its buffer."""
-        return LaunchKernel(self._routes[id(part)].staged, args, _COUNT, stream, start, wait, done)
+        self, kernels: Launches, args: KernelArgs, start: OpenEvent, wait: OpenEvent, done: int
+    ) -> Script:
+        """Return the commands that launch the kernels of a piece, one after the other."""
+        first, last = kernels[0], kernels[-1]
+        return tuple(
+            LaunchKernel(
+                kernel,
+                args,
+                _COUNT,
+                self._kernels,
+                start if kernel is first else 0,
+                wait if kernel is first else 0,
+                done if kernel is last else 0,
+            )
+            for kernel in kernels
+        )
 
     def _copy(
         self, part: Part, turn: int, streams: _CopyStreams, start: OpenEvent, wait: OpenEvent, done: int
@@ -374,23 +369,14 @@ class StoreLane(Lane):
     """Moves pieces from the device to the pool."""
 
     gathers = True
-    begins_alone = True
     short_bytes = SHORT_STORE
     gives_way = True
-
-    def _write_alone(self, part: Part, turn: int) -> Script:
-        args, stream = self._host_args[turn], self._copies
-        return (
-            self._write_args(args, part, turn),
-            self._launch(args, part, stream, _START, 0, 0),
-            self._copy(part, turn, (stream, 0, 0, 0), 0, 0, self._done[turn]),
-        )
 
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         args, ready = self._device_args[turn], self._ready[turn]
         return (
             self._write_args(args, part, turn),
-            self._launch(args, part, self._kernels, _START, _WAIT, ready),
+            *self._launch(self._routes[id(part)].staged, args, _START, _WAIT, ready),
             self._copy(part, turn, self._copy_streams(turn, after), 0, ready, self._done[turn]),
         )
 
@@ -399,17 +385,8 @@ class LoadLane(Lane):
     """Moves pieces from the pool to the device."""
 
     gathers = False
-    begins_alone = False  # the copy of the next piece would wait for its kernel
     short_bytes = SHORT_LOAD
     gives_way = False
-
-    def _write_alone(self, part: Part, turn: int) -> Script:
-        args, stream = self._host_args[turn], self._copies
-        return (
-            self._copy(part, turn, (stream, 0, 0, 0), _START, 0, 0),
-            self._write_args(args, part, turn),
-            self._launch(args, part, stream, 0, 0, self._done[turn]),
-        )
 
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         args, ready = self._device_args[turn], self._ready[turn]
@@ -418,5 +395,5 @@ class LoadLane(Lane):
         # Arguments behind the copy have to wait for it, but a job's first bytes should not wait for them.
         return (
             *((copy, write) if begins else (write, copy)),
-            self._launch(args, part, self._kernels, 0, ready, self._done[turn]),
+            *self._launch(self._routes[id(part)].staged, args, 0, ready, self._done[turn]),
         )

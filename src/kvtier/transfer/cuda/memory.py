@@ -28,10 +28,11 @@ import torch
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import InputError, IntegrityError, LayoutError, TransferError
+from kvtier.packing import Heads
 from kvtier.pool import Pool
 from kvtier.transfer.base import CanonicalKVCaches
 from kvtier.transfer.cuda import driver
-from kvtier.transfer.cuda.pieces import PoolMap, find_pages, split_pages
+from kvtier.transfer.cuda.pieces import Part, PoolMap, find_pages, find_units, packed_part, split_pages
 from kvtier.transfer.plan import JobBounds
 
 logger = logging.getLogger(__name__)
@@ -79,9 +80,21 @@ class CudaMemory:
         if not self.pinning.pinned:
             self.piece_bytes = min(self.piece_bytes, _PAGEABLE_BYTES)
         direct_bytes = min(direct_bytes, self.piece_bytes)
-        self.parts = [
-            split_pages(find_pages(kv_caches, group), self.piece_bytes, direct_bytes) for group in groups
-        ]
+        self.parts: list[tuple[Part, ...]] = []
+        self.heads: dict[int, Heads] = {}
+        """By group, the heads of its packed blocks."""
+        for group in groups:
+            pages, form = find_pages(kv_caches, group), config.packed_format(group)
+            if form is None:
+                self.parts.append(split_pages(pages, self.piece_bytes, direct_bytes))
+                continue
+            units = find_units(kv_caches, group, form)
+            self.parts.append((packed_part(pages, units),))
+            offset, per_chunk = config.rank * config.max_image_bytes, config.settings.blocks_per_chunk
+            self.heads[group] = Heads(pool.rows, offset, form, units.check, per_chunk)
+        packed = [part.bytes for parts in self.parts for part in parts if part.units is not None]
+        self.buffer_bytes = max(self.piece_bytes, *packed) if packed else self.piece_bytes
+        """The bytes of a buffer: a piece, or one packed block if that is more."""
         self.bounds = JobBounds(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
         self.pool_map = PoolMap(self.pinning.address, pool.slot_bytes, self.pinning.seam, config)
 

@@ -27,20 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.packing import BlockFormat
 from kvtier.transfer.cuda import driver
-from kvtier.transfer.cuda.pieces import Ints
-
-
-class PackedUnits(NamedTuple):
-    """Where the units of a group's blocks are. Unit n of block b is at `base[n] + b * stride[n]`."""
-
-    form: BlockFormat
-    check: int
-    """What tells blocks of this shape from others, in their heads."""
-    base: Ints
-    stride: Ints
-    channels: Ints
+from kvtier.transfer.cuda.pieces import PackedUnits, most_kept
 
 
 class Share(NamedTuple):
@@ -51,40 +39,42 @@ class Share(NamedTuple):
     stages: int = 1
     """How many units a program has under way."""
 
-    def of(self, num_values: int) -> tuple[int, int]:
-        """Return the warps and the number of programs for units of so many values: small units have fewer
-        warps and more programs.
+    def of(self, rows: int, width: int) -> tuple[int, int]:
+        """Return the warps and the number of programs for units of `rows` rows of `width` channels.
+
+        Small units have fewer warps and more programs; and more programs make up for lanes without a value.
         """
-        warps = max(1, min(self.warps, triton.next_power_of_2(num_values) * self.warps // 16384))
-        return warps, self.programs * self.warps // warps
+        lanes = 4 * triton.next_power_of_2(rows) * triton.next_power_of_2(width // 4)
+        warps = max(1, min(self.warps, lanes * self.warps // 16384))
+        return warps, self.programs * self.warps * lanes // (warps * rows * width)
 
 
 # docs/cuda-constants.md has the measurements for these.
-PACK, UNPACK, FINISH = Share(8, 32), Share(16, 32), Share(4, 32)
+PACK, UNPACK, FINISH = Share(8, 64), Share(8, 64), Share(4, 32)
 
 _HEAD_WORDS = tl.constexpr(2)
 _ZERO = tl.constexpr(14)
 _EXCEPTION = tl.constexpr(15)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _finite(exponent):  # type: ignore[no-untyped-def]
     return tl.where(exponent < 255, exponent, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scale(base, highest):  # type: ignore[no-untyped-def]
     return tl.minimum((base - highest) >> 2, 3)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _code(exponent, first):  # type: ignore[no-untyped-def]
     below = first - exponent
     code = tl.where((below >= 0) & (below < _ZERO), below, _EXCEPTION)
     return tl.where(exponent == 0, _ZERO, code)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rest(value):  # type: ignore[no-untyped-def]
     return (value & 0x7F) | ((value >> 8) & 0x80)
 
@@ -156,7 +146,7 @@ def _pack(  # type: ignore[no-untyped-def]
             rank = _keep(entries, rank, position + 3, v3, c3, LIMIT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fill(address, first, last):  # type: ignore[no-untyped-def]
     """Write zeros from byte `first` to byte `last` of a packed block; both are multiples of four."""
     words = address.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -206,7 +196,7 @@ def _finish(  # type: ignore[no-untyped-def]
         _fill(packed, REST + VALUES, BYTES)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _value(code, rest, first):  # type: ignore[no-untyped-def]
     exponent = tl.where(code == _ZERO, 0, (first - code) & 0xFF)
     return ((rest & 0x80) << 8) | (exponent << 7) | (rest & 0x7F)
@@ -279,7 +269,9 @@ class Step(NamedTuple):
         """Compile the kernel if need be, and launch it on the current stream; return what was compiled."""
         programs = max(1, min(self.programs, num_blocks * self.num_tiles))
         counts = num_blocks, self.num_tiles
-        return self.kernel[(programs, 1, 1)](self.table, args, *counts, *self.constants, num_warps=self.warps)
+        return self.kernel[(programs, 1, 1)](
+            self.table, args, *counts, *self.constants, num_warps=self.warps
+        )
 
 
 class _Packing:
@@ -289,8 +281,8 @@ class _Packing:
         self._steps = tuple(steps)
         args = torch.zeros(2, dtype=torch.int64, device=steps[0].table.device)
         compiled = [step.start(args, 0) for step in self._steps]
-        self.launches: tuple[driver.Launch, ...] | None = None
-        """The launches by the driver, in order; `None` in Triton's interpreter."""
+        self.launches: driver.Launches = ()
+        """The launches by the driver, in order; none in Triton's interpreter."""
         if all(one is not None for one in compiled):
             self.launches = tuple(
                 driver.Launch(
@@ -301,19 +293,12 @@ class _Packing:
             )  # fmt: skip
 
     def __call__(self, args: torch.Tensor, num_blocks: int) -> None:
-        """Enqueue the kernels on the current stream. `args` holds block ids and addresses of packed blocks."""
+        """Enqueue the kernels on the current stream.
+
+        `args` holds block ids and addresses of packed blocks.
+        """
         for step in self._steps:
             step.start(args, num_blocks)
-
-
-def scratch_bytes(units: PackedUnits, num_blocks: int) -> int:
-    """Return the bytes of scratch that packing so many blocks at once takes."""
-    return 4 * num_blocks * len(units.base) * (1 + _limit(units))
-
-
-def _limit(units: PackedUnits) -> int:
-    """Return how many exceptions of a unit are kept in scratch: all that its block may have."""
-    return min(units.form.max_exceptions, units.form.unit_tokens * int(units.channels.max()))
 
 
 class Pack(_Packing):
@@ -323,12 +308,13 @@ class Pack(_Packing):
         self, units: PackedUnits, device: torch.device | str, scratch: int, *, pack: Share = PACK,
         finish: Share = FINISH,
     ) -> None:  # fmt: skip
-        form, limit, num_units = units.form, _limit(units), len(units.base)
+        form, limit, num_units = units.form, most_kept(units), len(units.base)
         values = form.unit_tokens * int(units.channels.sum())
         steps = [
             Step(
                 _pack, table, count,
-                (num_units, *sizes, form.scales, form.codes, form.rest, limit, pack.stages), *pack.of(sizes[0] * sizes[1]),
+                (num_units, *sizes, form.scales, form.codes, form.rest, limit, pack.stages),
+                *pack.of(*sizes[:2]),
             )
             for table, count, sizes in _tables(units, device, scratch)
         ]  # fmt: skip
@@ -353,7 +339,7 @@ class Unpack(_Packing):
                     _unpack, table, count,
                     (len(units.base), *sizes, form.max_exceptions, form.exceptions, form.scales, form.codes,
                      form.rest, unpack.stages),
-                    *unpack.of(sizes[0] * sizes[1]),
+                    *unpack.of(*sizes[:2]),
                 )
                 for table, count, sizes in _tables(units, device, 0)
             ]

@@ -1,8 +1,8 @@
 """The pieces that a job is cut into on its way over the bus, and the ranges of bytes that each piece copies.
 
 The pages of a block are divided into *parts*: small pages that are staged, up to a buffer full of them, or
-large pages that are copied directly. A *piece* is one part of some consecutive blocks of a job. A block has
-arrived with the piece of its last part.
+large pages that are copied directly. A block that is packed is one part. A *piece* is one part of some
+consecutive blocks of a job. A block has arrived with the piece of its last part.
 
 The bytes of a piece are dense in the staging buffer, block after block, and so are the blocks of a chunk in
 the pool. Ranges that are neighbours at both ends are joined into one.
@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config import OffloadingConfig
+from kvtier.errors import LayoutError
+from kvtier.packing import BlockFormat, PageShape, shape_check
 from kvtier.transfer.base import CanonicalKVCaches
 from kvtier.transfer.plan import Plan
 
@@ -28,14 +30,20 @@ Ints = npt.NDArray[np.int64]
 # docs/cuda-constants.md has the measurements for these.
 MOST_BLOCKS = 4096
 """The most blocks in one piece: the kernel's arguments are kept in pinned memory."""
+UNIT_ALIGNMENT = 8
+"""The kernels that pack and unpack read and write four values at a time."""
+ROW_ALIGNMENT = 16
+"""Packed blocks that the kernels reach are at multiples of this many bytes."""
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
 """Up to these sizes, one kernel copies a piece that is alone over the bus faster than a buffer would.
 
-Jobs up to these sizes are not cut, and a long store begins with such a piece.
+Jobs up to these sizes are not cut, and a long store begins with such a piece if nothing is packed.
 """
+FIRST_PACKED = 2 << 20
+"""The bytes of the first piece of a long store that is packed: the bus waits for it."""
 LAST_LOAD = 1 << 20
 """The bytes of the last piece of a long load, which is scattered after the bus is done."""
-STORE_GROWTH, LOAD_GROWTH = 3, 8
+STORE_GROWTH, PACKED_GROWTH, LOAD_GROWTH = 3, 2, 8
 """The growth from piece to piece, so that a kernel ends before the bus has carried the piece before its own.
 """
 
@@ -57,13 +65,28 @@ class Pages(NamedTuple):
         return Pages(*(column[first:last] for column in self))
 
 
+class PackedUnits(NamedTuple):
+    """Where the units of a group's blocks are. Unit n of block b is at `base[n] + b * stride[n]`."""
+
+    form: BlockFormat
+    check: int
+    """What tells blocks of this shape from others, in their heads."""
+    base: Ints
+    stride: Ints
+    channels: Ints
+
+
 class Part(NamedTuple):
-    """Consecutive pages of a block that are copied in the same way."""
+    """Consecutive pages of a block that are copied in the same way.
+
+    `offset` and `bytes` are those in the block's image. With `units` it is a whole block that is packed.
+    """
 
     pages: Pages
     offset: int
     bytes: int
     direct: bool
+    units: PackedUnits | None = None
 
 
 class Piece(NamedTuple):
@@ -143,15 +166,41 @@ def _part(pages: Pages, direct: bool) -> Part:
     return Part(pages, int(pages.offset[0]), int(pages.size.sum()), direct)
 
 
+def find_units(kv_caches: CanonicalKVCaches, group: int, form: BlockFormat) -> PackedUnits:
+    """Return the units of a group's pages."""
+    rows, refs = form.unit_tokens, kv_caches.group_data_refs[group]
+    shapes = [PageShape(ref.page_size_bytes, ref.token_values) for ref in refs]
+    columns: list[npt.NDArray[np.int64]] = []
+    for ref, shape in zip(refs, shapes, strict=True):
+        tensor = kv_caches.tensors[ref.tensor_idx].tensor
+        base, stride, channels = tensor.data_ptr(), tensor.stride(0), shape.channels(rows)
+        if base % UNIT_ALIGNMENT or stride % UNIT_ALIGNMENT:
+            raise LayoutError(
+                f"group {group}: expected pages at multiples of {UNIT_ALIGNMENT} bytes, to pack them,"
+                f" got one at {base} and every {stride} bytes: set packing to off"
+            )
+        starts = np.arange(base, base + shape.bytes, 2 * rows * channels)
+        columns.append(np.stack([starts, np.full_like(starts, stride), np.full_like(starts, channels)]))
+    return PackedUnits(form, shape_check(form, shapes), *np.concatenate(columns, axis=1))
+
+
+def packed_part(pages: Pages, units: PackedUnits) -> Part:
+    """Return the one part of blocks that are packed."""
+    return Part(pages, 0, units.form.bytes, direct=False, units=units)
+
+
 def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
     """Return the pieces of a store with `sizes[group]` blocks of each group, in order.
 
     A piece has at most `piece_bytes`, or one part of one block if that is more. The first pieces are small:
     the bus waits until the first piece is gathered, and carries it while the next one is gathered.
     """
-    first, limit = 0, SHORT_STORE
+    packs = any(part.units is not None for some in parts for part in some)
+    limit, growth = (FIRST_PACKED, PACKED_GROWTH) if packs else (SHORT_STORE, STORE_GROWTH)
+    first = 0
     for some, size in zip(parts, sizes, strict=True):
-        counts, limit = _count_blocks(some, size, limit, piece_bytes, STORE_GROWTH)
+        limit = _whole_limit(some, size, limit, SHORT_STORE)
+        counts, limit = _count_blocks(some, size, limit, piece_bytes, growth)
         yield from _lay_out(some, first, counts)
         first += size
 
@@ -163,8 +212,7 @@ def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes:
     """
     last, limit, backwards = sum(sizes), LAST_LOAD, []
     for some, size in zip(reversed(parts), reversed(sizes), strict=True):
-        whole = size * max(part.bytes for part in some) <= SHORT_LOAD
-        limit = max(limit, SHORT_LOAD) if whole else limit
+        limit = _whole_limit(some, size, limit, SHORT_LOAD)
         counts, limit = _count_blocks(some, size, limit, piece_bytes, LOAD_GROWTH)
         last -= size
         backwards.append((some, last, counts[::-1]))
@@ -175,6 +223,26 @@ def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes:
 def group_sizes(plan: Plan, num_groups: int) -> list[int]:
     """Return the number of blocks of each group in a job."""
     return [len(plan)] if num_groups == 1 else np.bincount(plan.groups, minlength=num_groups).tolist()
+
+
+def _whole_limit(parts: Sequence[Part], size: int, limit: int, short: int) -> int:
+    """Return the limit of a group's first pieces, with which a group of up to `short` bytes is not cut."""
+    return max(limit, short) if size * max(part.bytes for part in parts) <= short else limit
+
+
+def most_blocks(part: Part, piece_bytes: int) -> int:
+    """Return the most blocks of a piece of a part."""
+    return min(max(1, piece_bytes // part.bytes), MOST_BLOCKS)
+
+
+def scratch_bytes(units: PackedUnits, num_blocks: int) -> int:
+    """Return the bytes of scratch that packing so many blocks at once takes."""
+    return 4 * num_blocks * len(units.base) * (1 + most_kept(units))
+
+
+def most_kept(units: PackedUnits) -> int:
+    """Return how many exceptions of a unit are kept in scratch: all that its block may have."""
+    return min(units.form.max_exceptions, units.form.unit_tokens * int(units.channels.max()))
 
 
 def _count_blocks(
@@ -207,7 +275,7 @@ class PoolMap:
         """The address of this rank's image in the first slot."""
         self.slot_bytes = slot_bytes
         self._per_chunk = config.settings.blocks_per_chunk
-        self._block_bytes = np.array([group.bytes_per_block for group in config.groups], np.int64)
+        self._block_bytes = np.array([config.kept_bytes(i) for i in range(len(config.groups))], np.int64)
 
     def rows(self, plan: Plan) -> Rows:
         """Return the addresses of a job's blocks."""
