@@ -53,28 +53,45 @@ class Timing(NamedTuple):
 
 
 class Rig:
-    """A cache of `refs` tensors with pages of `page` bytes, a pool for a job, and handlers over both."""
+    """A cache of `refs` tensors with pages of `page` bytes, a pool for a job, and handlers over both.
+
+    The cache holds normal values in bfloat16, up to 1,024 for a token in a page. `packs`: its blocks are
+    kept packed.
+    """
 
     def __init__(
-        self, page: int, refs: int, job_bytes: int, *, pool_jobs: int = 1, direct_bytes: int = DIRECT_BYTES
+        self,
+        page: int,
+        refs: int,
+        job_bytes: int,
+        *,
+        pool_jobs: int = 1,
+        direct_bytes: int = DIRECT_BYTES,
+        packs: bool = False,
     ) -> None:
         self.block_bytes = page * refs
         self.blocks = max(1, job_bytes // self.block_bytes)
         num_blocks = 1 + 2 * self.blocks
         tensors = [torch.empty((num_blocks, page), dtype=torch.int8, device=DEVICE) for _ in range(refs)]
         for tensor in tensors:
-            tensor.random_(-128, 128)
+            tensor.view(torch.bfloat16).normal_()
+        token_values = min(page // 32, 1024)
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(tensor, page) for tensor in tensors],
-            [[CanonicalKVCacheRef(index, page) for index in range(refs)]],
+            [[CanonicalKVCacheRef(index, page, token_values) for index in range(refs)]],
         )
         group = GroupConfig(block_size=16, bytes_per_block=self.block_bytes, layer_names=("all",))
         capacity = (2 * pool_jobs * self.blocks) * max(self.block_bytes, 4096)
         settings = KVTierConfig(cpu=CPUConfig(capacity=capacity), store_deadline=600, load_deadline=600)
+        engine_id = f"benchmark-{packs}"
         config = OffloadingConfig(
-            settings=settings, groups=(group,), hash_block_size=16, engine_id="benchmark"
+            settings=settings,
+            groups=(group,),
+            hash_block_size=16,
+            engine_id=engine_id,
+            packed_groups=(packs,),
         )
-        self.pool = Pool.open("benchmark", config.num_slots, config.row_bytes)
+        self.pool = Pool.open(engine_id, config.num_slots, config.row_bytes)
         self.memory = CudaMemory(caches, self.pool, config, direct_bytes=direct_bytes)
         self.handlers: dict[str, OffloadingHandler] = {
             "store": CudaStoreHandler(self.memory, 600),
@@ -87,6 +104,13 @@ class Rig:
     def job_bytes(self) -> int:
         """The bytes of a job of all `blocks`."""
         return self.blocks * self.block_bytes
+
+    def fill(self) -> None:
+        """Give every slot a block, so that any of them can be loaded."""
+        slots, most = np.arange(self.pool.num_slots), 2 * self.blocks
+        for first in range(0, len(slots), most):
+            some = slots[first : first + most]
+            self.run("store", GPULoadStoreSpec(1 + np.arange(len(some))), CPULoadStoreSpec(some))
 
     def ends(self, blocks: int, *, scattered: bool) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
         """Draw scattered blocks, and slots side by side or scattered too."""

@@ -7,6 +7,7 @@
     kernel    a copy kernel on 12 SMs that reads and writes pinned memory itself
     ours      the handlers; blocks are scattered, slots side by side (as a fresh pool hands them out) or
               scattered too
+    packed    the same with packing, in bytes of the engine's cache
 
 Each is timed twice: from the call until the caller knows that it is over (for ours this includes planning
 and the result), and on the device's clock, from the start of a job's first work to the end of its last.
@@ -40,6 +41,8 @@ def refs_of(page: int) -> int:
 def bench_pages(page: int, size: int, repetitions: int) -> list[dict[str, Any]]:
     """Measure one page size both ways."""
     rig = Rig(page, refs_of(page), size)
+    packing = Rig(page, refs_of(page), size, packs=True)
+    packing.fill()
     bare = BareCopies(rig, rig.blocks)
     rows = []
     for way in WAYS:
@@ -49,6 +52,7 @@ def bench_pages(page: int, size: int, repetitions: int) -> list[dict[str, Any]]:
             "kernel": partial(bare.run, bare.kernel(way)),
             "ours": partial(rig.run_new, way, rig.blocks, scattered=False),
             "scattered": partial(rig.run_new, way, rig.blocks, scattered=True),
+            "packed": partial(packing.run_new, way, rig.blocks, scattered=True),
         }
         timings = medians(runs, repetitions)
         speeds = {name: rig.job_bytes / timing.wall / 1e9 for name, timing in timings.items()}
@@ -56,13 +60,27 @@ def bench_pages(page: int, size: int, repetitions: int) -> list[dict[str, Any]]:
         rows.append(
             {"page": page, "way": way, "row": rig.block_bytes, "bytes": rig.job_bytes} | speeds | device
         )
-    rig.close()
+    for some in (rig, packing):
+        some.close()
     return rows
+
+
+def run_both_ways(rig: Rig) -> Timing:
+    """Run a store and a load at once."""
+    gpu, cpu = rig.ends(2 * rig.blocks, scattered=False)
+    places = cpu.block_ids.reshape(2, -1)
+    halves = [(GPULoadStoreSpec(gpu.block_ids[half::2]), CPULoadStoreSpec(places[half])) for half in (0, 1)]
+    start = time.perf_counter()
+    jobs = [rig.start(way, *ends) for way, ends in zip(WAYS, halves, strict=True)]
+    for way, job in zip(WAYS, jobs, strict=True):
+        rig.finish(way, job)
+    return Timing(time.perf_counter() - start, 0)
 
 
 def bench_both_ways(page: int, size: int, repetitions: int) -> dict[str, Any]:
     """Measure a store and a load at once, beside two large copies at once."""
-    rig = Rig(page, refs_of(page), size, pool_jobs=2)
+    rig, packing = (Rig(page, refs_of(page), size, pool_jobs=2, packs=packs) for packs in (False, True))
+    packing.fill()
     there, back = (BareCopies(rig, rig.blocks) for _ in range(2))
 
     def limit() -> Timing:
@@ -73,21 +91,15 @@ def bench_both_ways(page: int, size: int, repetitions: int) -> dict[str, Any]:
             copies.stream.synchronize()
         return Timing(time.perf_counter() - start, 0)
 
-    def ours() -> Timing:
-        gpu, cpu = rig.ends(2 * rig.blocks, scattered=False)
-        places = cpu.block_ids.reshape(2, -1)
-        halves = [
-            (GPULoadStoreSpec(gpu.block_ids[half::2]), CPULoadStoreSpec(places[half])) for half in (0, 1)
-        ]
-        start = time.perf_counter()
-        jobs = [rig.start(way, *ends) for way, ends in zip(WAYS, halves, strict=True)]
-        for way, job in zip(WAYS, jobs, strict=True):
-            rig.finish(way, job)
-        return Timing(time.perf_counter() - start, 0)
-
-    timings = medians({"limit": limit, "ours": ours}, repetitions)
+    runs: dict[str, Callable[[], Timing]] = {
+        "limit": limit,
+        "ours": partial(run_both_ways, rig),
+        "packed": partial(run_both_ways, packing),
+    }
+    timings = medians(runs, repetitions)
     speeds = {name: 2 * rig.job_bytes / timing.wall / 1e9 for name, timing in timings.items()}
-    rig.close()
+    for some in (rig, packing):
+        some.close()
     return {"page": page} | speeds
 
 
@@ -96,7 +108,8 @@ def bench_small(page: int, repetitions: int) -> list[dict[str, Any]]:
 
     The time beyond bytes / limit is overhead.
     """
-    rig = Rig(page, LAYERS, 16 * page * LAYERS)
+    rig, packing = (Rig(page, LAYERS, 16 * page * LAYERS, packs=packs) for packs in (False, True))
+    packing.fill()
     copies = {chunks: BareCopies(rig, chunks) for chunks in (1, 2, 4, 8, 16)}
     whole, rows = copies[rig.blocks], []
     for way in WAYS:
@@ -105,18 +118,22 @@ def bench_small(page: int, repetitions: int) -> list[dict[str, Any]]:
                 "limit": partial(whole.run, partial(whole.large, way)),
                 "bare": partial(copies[chunks].run, partial(copies[chunks].large, way)),
                 "ours": partial(rig.run_new, way, chunks, scattered=False),
+                "packed": partial(packing.run_new, way, chunks, scattered=False),
             }
-            limit, bare, ours = medians(runs, repetitions).values()
+            limit, bare, ours, packed = medians(runs, repetitions).values()
             least = limit.device * chunks / rig.blocks
             over = {
                 "device_us": ours.device,
                 "wall_us": ours.wall,
                 "bare_device_us": bare.device,
                 "bare_us": bare.wall,
+                "packed_device_us": packed.device,
+                "packed_us": packed.wall,
             }
             over = {name: 1e6 * (seconds - least) for name, seconds in over.items()}
             rows.append({"page": page, "way": way, "chunks": chunks, "least_us": 1e6 * least} | over)
-    rig.close()
+    for some in (rig, packing):
+        some.close()
     return rows
 
 
@@ -176,27 +193,28 @@ def show(results: dict[str, Any]) -> None:
     print("GB/s for the caller, and as parts of the limit: on the device's clock and (for the caller)")
     print(
         "job MiB page KiB way     limit batched kernel | slots side by side      | slots scattered    "
-        "     row KiB"
+        "     | packed, scattered       row KiB"
     )
     for row in results["pages"]:
         cells = [f"{row['bytes'] >> 20:7d} {row['page'] >> 10:8d} {row['way']:5}"]
         cells.append(f"{row['limit']:7.1f} {row['batched']:7.1f} {row['kernel']:6.1f}")
-        for name in ("ours", "scattered"):
+        for name in ("ours", "scattered", "packed"):
             device, wall = row[f"{name}_device"] / row["limit_device"], row[name] / row["limit"]
             cells.append(f"| {row[name]:5.1f} {device:6.3f} ({wall:5.3f})   ")
         print(*cells, f"{row['row'] >> 10:6d}")
     for row in results["both_ways"]:
-        of = row["ours"] / row["limit"]
+        of, packed = row["ours"] / row["limit"], row["packed"] / row["limit"]
         print(
             f"both ways, {row['page'] >> 10} KiB pages: {row['ours']:.1f} of {row['limit']:.1f} GB/s, "
-            f"{of:.3f}"
+            f"{of:.3f}; packed {packed:.3f}"
         )
     for row in results["small"]:
         print(
             f"{row['chunks']:2d} chunks, {row['page'] >> 10} KiB pages, {row['way']:5}: "
             f"{row['least_us']:6.1f} us at the limit,"
             f" + {row['device_us']:.1f} us on the device (one copy {row['bare_device_us']:.1f}),"
-            f" + {row['wall_us']:.1f} us for the caller (one copy {row['bare_us']:.1f})"
+            f" + {row['wall_us']:.1f} us for the caller (one copy {row['bare_us']:.1f});"
+            f" packed {row['packed_device_us']:+.1f} and {row['packed_us']:+.1f} us"
         )
     for row in results["growth"]:
         speeds = "  ".join(f"{name} {row[name]:5.1f}" for name in ("limit", "batched", "ours"))
@@ -209,6 +227,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="sizes of the jobs, in MiB")
+    parser.add_argument("--pages", type=int, nargs="+", default=PAGES, help="sizes of the pages, in bytes")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -216,7 +235,10 @@ def main() -> None:
     times = options.repetitions
     results = {
         "pages": [
-            row for mib in options.mib for page in PAGES for row in bench_pages(page, mib << 20, times)
+            row
+            for mib in options.mib
+            for page in options.pages
+            for row in bench_pages(page, mib << 20, times)
         ],
         "both_ways": [bench_both_ways(page, 512 << 20, 5) for page in (4 << 10, 32 << 10, 256 << 10)],
         "small": [row for page in (4 << 10, 32 << 10) for row in bench_small(page, 4 * times)],
