@@ -179,22 +179,14 @@ class Heads:
     def __init__(
         self, rows: npt.NDArray[np.uint8], offset: int, form: BlockFormat, check: int, per_chunk: int
     ) -> None:
-        self._form, self._check = form, check
-        strides = (rows.strides[0], form.bytes, 4)
-        self._words = np.ndarray((len(rows), per_chunk, _HEAD_WORDS), "<u4", rows, offset, strides)
-
-    def packed(self, slots: Ints, indices: Ints) -> npt.NDArray[np.bool_]:
-        """Return which blocks packed."""
-        arrived: npt.NDArray[np.bool_] = self._words[slots, indices, 0] <= self._form.max_exceptions
-        return arrived
+        self._least, self._room = np.uint64(check << 32), np.uint64(form.max_exceptions)
+        strides = (rows.strides[0], form.bytes)
+        self._words = np.ndarray((len(rows), per_chunk), "<u8", rows, offset, strides)
 
     def fit(self, slots: Ints, indices: Ints) -> npt.NDArray[np.bool_]:
-        """Return which blocks are packed blocks of this shape."""
-        words = self._words[slots, indices]
-        arrived: npt.NDArray[np.bool_] = (words[:, 0] <= self._form.max_exceptions) & (
-            words[:, 1] == self._check
-        )
-        return arrived
+        """Return which blocks are packed blocks of this shape, and did pack."""
+        fits: npt.NDArray[np.bool_] = self._words[slots, indices] - self._least <= self._room
+        return fits
 
 
 # -- the Python form ------------------------------------------------------------------------------

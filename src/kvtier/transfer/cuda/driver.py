@@ -331,8 +331,8 @@ class Device:
         return int(event.cuda_event)
 
     def rows(self, count: int, size: int) -> list[int]:
-        """Return the addresses of new rows in the device's memory."""
-        return self._keep_rows(torch.empty((count, size), dtype=torch.int8, device=self._device))
+        """Return the addresses of new rows of zeros in the device's memory."""
+        return self._keep_rows(torch.zeros((count, size), dtype=torch.int8, device=self._device))
 
     def host_rows(self, count: int, size: int) -> list[int]:
         """Return the addresses of new rows in pinned memory."""

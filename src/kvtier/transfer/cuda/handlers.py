@@ -29,11 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from kvtier.errors import IntegrityError, TransferError
-from kvtier.packing import Heads
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.cuda.pieces import (
@@ -239,7 +235,7 @@ class CudaHandler(JobHandler[CudaJob]):
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
                 if piece.part.units is not None:
-                    job.lost += self._find_lost(job.plan.part(slice(piece.first, piece.last)))
+                    job.lost += self._find_lost(job.plan, slice(piece.first, piece.last))
                 # The first piece and the last two are on three streams, and any of them may arrive last.
                 if position == 0 or position >= len(job.pieces) - 2:
                     job.seconds = max(job.seconds, lane.seconds(job.timer, number))
@@ -248,15 +244,11 @@ class CudaHandler(JobHandler[CudaJob]):
         except TransferError as error:
             self._break(error)
 
-    def _find_lost(self, blocks: Plan) -> tuple[int, ...]:
-        """Return the positions of packed blocks, all of one group, that have no bytes."""
-        arrived = self._arrived(self.memory.heads[int(blocks.groups[0])], blocks)
-        return () if arrived.all() else tuple(blocks.positions[~arrived].tolist())
-
-    @staticmethod
-    @abstractmethod
-    def _arrived(heads: Heads, blocks: Plan) -> npt.NDArray[np.bool_]:
-        """Return which packed blocks have their bytes, by their heads in the pool."""
+    def _find_lost(self, plan: Plan, some: slice) -> tuple[int, ...]:
+        """Return the positions of packed blocks, all of one group, that are no packed blocks in the pool."""
+        heads = self.memory.heads[int(plan.groups[some.start])]
+        fit = heads.fit(plan.slots[some], plan.indices[some])
+        return () if fit.all() else tuple(plan.positions[some][~fit].tolist())
 
     def _enqueue_nowait(self) -> bool:
         """Enqueue the next piece, if that needs no waiting; return whether it was enqueued."""
@@ -344,10 +336,6 @@ class CudaStoreHandler(Stores, CudaHandler):
 
     _cut = staticmethod(cut_store)
 
-    @staticmethod
-    def _arrived(heads: Heads, blocks: Plan) -> npt.NDArray[np.bool_]:
-        return heads.packed(blocks.slots, blocks.indices)
-
 
 class CudaLoadHandler(Loads, CudaHandler):
     """Copies blocks out of the pool."""
@@ -355,7 +343,3 @@ class CudaLoadHandler(Loads, CudaHandler):
     lane_type = LoadLane
 
     _cut = staticmethod(cut_load)
-
-    @staticmethod
-    def _arrived(heads: Heads, blocks: Plan) -> npt.NDArray[np.bool_]:
-        return heads.fit(blocks.slots, blocks.indices)

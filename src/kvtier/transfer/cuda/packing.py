@@ -2,13 +2,14 @@
 
     pack      units of pages  ->  scales, codes, rest, each in its part of the packed block
               their exceptions, in order, and how many  ->  scratch
-    finish    the exceptions of all units of a block  ->  the block's list, and its head
+              the exceptions of all units of a block  ->  the block's list, and its head
     unpack    units of packed blocks  ->  pages
 
 A unit is packed by one program. The list of a block is shared by its units, and where a unit's exceptions
-begin is known only when all units before it are counted. So a second kernel lays them out, in an order that
-depends on nothing but the values: the bytes are those that C and Python make. A block with too many
-exceptions says so in its head, whose first word the host reads when the block has arrived.
+begin is known only when all units before it are counted. So the program that is last to pack a unit of a
+block lays them out, in an order that depends on nothing but the values: the bytes are those that C and
+Python make. A block with too many exceptions says so in its head, which the host reads when the block has
+arrived.
 
 Tables on the device have the addresses of the units of any block. The arguments of a launch are those of
 `kernels`: block ids and, behind them, the addresses of packed blocks. Positions of exceptions that are
@@ -28,7 +29,7 @@ import triton
 import triton.language as tl
 
 from kvtier.transfer.cuda import driver
-from kvtier.transfer.cuda.pieces import PackedUnits, most_kept
+from kvtier.transfer.cuda.pieces import MOST_BLOCKS, PackedUnits, most_kept
 
 
 class Share(NamedTuple):
@@ -50,7 +51,7 @@ class Share(NamedTuple):
 
 
 # docs/cuda-constants.md has the measurements for these.
-PACK, UNPACK, FINISH = Share(8, 64), Share(8, 64), Share(4, 32)
+PACK, UNPACK = Share(8, 64), Share(8, 64)
 
 _HEAD_WORDS = tl.constexpr(2)
 _ZERO = tl.constexpr(14)
@@ -87,27 +88,81 @@ def _keep(entries, rank, position, value, code, LIMIT: tl.constexpr):  # type: i
     return rank + found.to(tl.int32)
 
 
+@triton.jit
+def _fill(address, first, last):  # type: ignore[no-untyped-def]
+    """Write zeros from byte `first` to byte `last` of a packed block; both are multiples of four."""
+    words = address.to(tl.pointer_type(tl.int32), bitcast=True)
+    for at in range(first // 4, last // 4, 1024):
+        word = at + tl.arange(0, 1024)
+        tl.store(words + word, tl.zeros((1024,), tl.int32), mask=word < last // 4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    counted, kept, packed, check,
+    UNITS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, MAX: tl.constexpr, LIST: tl.constexpr,
+    SCALES: tl.constexpr, CODES: tl.constexpr, REST: tl.constexpr, BYTES: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Write the head and the list of a block whose units are all `counted`, and zeros where nothing is."""
+    UNIT_LANES: tl.constexpr = 64
+    ENTRY_LANES: tl.constexpr = 32
+    lane = tl.arange(0, UNIT_LANES)
+    entry = tl.arange(0, ENTRY_LANES)[None, :]
+    head = tl.multiple_of(packed.to(tl.pointer_type(tl.int32), bitcast=True), 4)
+    exceptions = head + LIST // 4
+    count = 0
+    for first in range(0, UNITS, UNIT_LANES):
+        unit = first + lane
+        there = unit < UNITS
+        word = tl.load(counted + unit, mask=there, other=0, cache_modifier=".cg")
+        own = word & 0xFFFFFF
+        start = count + tl.cumsum(own, 0) - own
+        tl.store(head + _HEAD_WORDS + unit, (word - own) | tl.minimum(start, MAX), mask=there)
+        entries = kept + unit * LIMIT
+        taken = tl.minimum(own, MAX - tl.minimum(start, MAX))
+        for j in range(0, tl.max(taken, 0), ENTRY_LANES):
+            some = there[:, None] & (j + entry < taken[:, None])
+            values = tl.load(entries[:, None] + j + entry, mask=some, other=0, cache_modifier=".cg")
+            tl.store(exceptions + start[:, None] + j + entry, values, mask=some)
+        count += tl.sum(own, 0)
+    tl.store(head, tl.minimum(count, MAX + 1))
+    tl.store(head + 1, check)
+    _fill(packed, 4 * (_HEAD_WORDS + UNITS), LIST)
+    _fill(packed, LIST + 4 * tl.minimum(count, MAX), SCALES)
+    _fill(packed, SCALES + VALUES // (4 * ROWS), CODES)
+    _fill(packed, CODES + VALUES // 2, REST)
+    _fill(packed, REST + VALUES, BYTES)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "num_units"])  # type: ignore[untyped-decorator]
 def _pack(  # type: ignore[no-untyped-def]
     table, args, num_blocks, num_units,
     UNITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROW_LANES: tl.constexpr,
-    LANES: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr, REST: tl.constexpr, LIMIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    LANES: tl.constexpr, VALUES: tl.constexpr, MAX: tl.constexpr, LIST: tl.constexpr,
+    SCALES: tl.constexpr, CODES: tl.constexpr, REST: tl.constexpr, BYTES: tl.constexpr, LIMIT: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr, FINISHES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pack the units of one width. A lane has four channels, in one word."""
+    """Pack the units of one width. A lane has four channels, in one word.
+
+    The units of the last width (`FINISHES`) come when those of all others are packed. Whoever packs the last
+    of a block finishes the block.
+    """
     row, column = tl.arange(0, ROW_LANES)[:, None], tl.arange(0, LANES)[None, :]
     lane = row * (WIDTH // 4) + column
     in_row = column < WIDTH // 4
     there = (row < ROWS) & in_row
-    scratch = tl.load(table).to(tl.pointer_type(tl.int32), bitcast=True)
+    # How many units of each block are packed; how many exceptions each unit has; and these, for each unit.
+    packed_units = tl.load(table).to(tl.pointer_type(tl.int32), bitcast=True)
+    counts = packed_units + MOST_BLOCKS
+    kept = counts + num_blocks * UNITS
     for at in tl.range(tl.program_id(0), num_blocks * num_units, tl.num_programs(0), num_stages=STAGES):
         index, unit = at // num_units, at % num_units
         block = tl.load(args + index)
         packed = tl.load(args + num_blocks + index)
-        base = tl.load(table + 1 + unit)
-        stride = tl.load(table + 1 + num_units + unit)
-        number = tl.load(table + 1 + 2 * num_units + unit)
-        before = tl.load(table + 1 + 3 * num_units + unit)  # values of the block that lie before the unit
+        base = tl.load(table + 2 + unit)
+        stride = tl.load(table + 2 + num_units + unit)
+        number = tl.load(table + 2 + 2 * num_units + unit)
+        before = tl.load(table + 2 + 3 * num_units + unit)  # values of the block that lie before the unit
         source = tl.multiple_of((base + block * stride).to(tl.pointer_type(tl.int64), bitcast=True), 8)
         word = tl.load(source + lane, mask=there, other=0, eviction_policy="evict_first")
         low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
@@ -134,66 +189,25 @@ def _pack(  # type: ignore[no-untyped-def]
         found += (c2 == _EXCEPTION).to(tl.int32) + (c3 == _EXCEPTION).to(tl.int32)
         total = tl.sum(tl.sum(found, 1), 0)
         place = index * UNITS + number
-        tl.store(scratch + place, (top << 24) | total)
+        tl.store(counts + place, (top << 24) | total)
         if total > 0:
             flat = tl.reshape(found, (ROW_LANES * LANES,))
             rank = tl.reshape(tl.cumsum(flat, 0) - flat, (ROW_LANES, LANES))
-            entries = scratch + num_blocks * UNITS + place * LIMIT
+            entries = kept + place * LIMIT
             position = row * WIDTH + 4 * column
             rank = _keep(entries, rank, position, v0, c0, LIMIT)
             rank = _keep(entries, rank, position + 1, v1, c1, LIMIT)
             rank = _keep(entries, rank, position + 2, v2, c2, LIMIT)
             rank = _keep(entries, rank, position + 3, v3, c3, LIMIT)
-
-
-@triton.jit
-def _fill(address, first, last):  # type: ignore[no-untyped-def]
-    """Write zeros from byte `first` to byte `last` of a packed block; both are multiples of four."""
-    words = address.to(tl.pointer_type(tl.int32), bitcast=True)
-    for at in range(first // 4, last // 4, 1024):
-        word = at + tl.arange(0, 1024)
-        tl.store(words + word, tl.zeros((1024,), tl.int32), mask=word < last // 4)
-
-
-@triton.jit(do_not_specialize=["num_blocks", "one"])  # type: ignore[untyped-decorator]
-def _finish(  # type: ignore[no-untyped-def]
-    table, args, num_blocks, one,
-    UNITS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, MAX: tl.constexpr, LIST: tl.constexpr,
-    SCALES: tl.constexpr, CODES: tl.constexpr, REST: tl.constexpr, BYTES: tl.constexpr, LIMIT: tl.constexpr,
-    UNIT_LANES: tl.constexpr, ENTRY_LANES: tl.constexpr,
-):  # fmt: skip
-    """Write the heads and the lists of blocks, and zeros where nothing is."""
-    scratch = tl.load(table).to(tl.pointer_type(tl.int32), bitcast=True)
-    check = tl.load(table + 1).to(tl.int32)
-    lane = tl.arange(0, UNIT_LANES)
-    entry = tl.arange(0, ENTRY_LANES)[None, :]
-    for index in range(tl.program_id(0), num_blocks * one, tl.num_programs(0)):
-        packed = tl.load(args + num_blocks + index)
-        head = tl.multiple_of(packed.to(tl.pointer_type(tl.int32), bitcast=True), 4)
-        exceptions = head + LIST // 4
-        count = 0
-        for first in range(0, UNITS, UNIT_LANES):
-            unit = first + lane
-            there = unit < UNITS
-            place = index * UNITS + unit
-            word = tl.load(scratch + place, mask=there, other=0)
-            own = word & 0xFFFFFF
-            start = count + tl.cumsum(own, 0) - own
-            tl.store(head + _HEAD_WORDS + unit, (word - own) | tl.minimum(start, MAX), mask=there)
-            entries = scratch + num_blocks * UNITS + place * LIMIT
-            kept = tl.minimum(own, MAX - tl.minimum(start, MAX))
-            for j in range(0, tl.max(kept, 0), ENTRY_LANES):
-                some = there[:, None] & (j + entry < kept[:, None])
-                taken = tl.load(entries[:, None] + j + entry, mask=some, other=0)
-                tl.store(exceptions + start[:, None] + j + entry, taken, mask=some)
-            count += tl.sum(own, 0)
-        tl.store(head, tl.minimum(count, MAX + 1))
-        tl.store(head + 1, check)
-        _fill(packed, 4 * (_HEAD_WORDS + UNITS), LIST)
-        _fill(packed, LIST + 4 * tl.minimum(count, MAX), SCALES)
-        _fill(packed, SCALES + VALUES // (4 * ROWS), CODES)
-        _fill(packed, CODES + VALUES // 2, REST)
-        _fill(packed, REST + VALUES, BYTES)
+        if FINISHES:
+            tl.debug_barrier()  # all threads have written what they have counted and kept
+            if tl.atomic_add(packed_units + index, 1) == num_units - 1:
+                tl.store(packed_units + index, 0)
+                first = index * UNITS
+                _finish(
+                    counts + first, kept + first * LIMIT, packed, tl.load(table + 1).to(tl.int32),
+                    UNITS, VALUES, ROWS, MAX, LIST, SCALES, CODES, REST, BYTES, LIMIT,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -219,10 +233,10 @@ def _unpack(  # type: ignore[no-untyped-def]
         index, unit = at // num_units, at % num_units
         block = tl.load(args + index)
         packed = tl.load(args + num_blocks + index)
-        base = tl.load(table + 1 + unit)
-        stride = tl.load(table + 1 + num_units + unit)
-        number = tl.load(table + 1 + 2 * num_units + unit)
-        before = tl.load(table + 1 + 3 * num_units + unit)
+        base = tl.load(table + 2 + unit)
+        stride = tl.load(table + 2 + num_units + unit)
+        number = tl.load(table + 2 + 2 * num_units + unit)
+        before = tl.load(table + 2 + 3 * num_units + unit)
         head = tl.multiple_of(packed.to(tl.pointer_type(tl.int32), bitcast=True), 4)
         mine = tl.load(head + _HEAD_WORDS + number)
         # Behind the last unit comes a zero, or the first exception if the head has no room to spare.
@@ -302,30 +316,27 @@ class _Packing:
 
 
 class Pack(_Packing):
-    """Packs the blocks of one group. `scratch` is the address of `scratch_bytes` on the device."""
+    """Packs the blocks of one group. `scratch` is the address of `scratch_bytes` of zeros on the device."""
 
     def __init__(
-        self, units: PackedUnits, device: torch.device | str, scratch: int, *, pack: Share = PACK,
-        finish: Share = FINISH,
-    ) -> None:  # fmt: skip
-        form, limit, num_units = units.form, most_kept(units), len(units.base)
+        self, units: PackedUnits, device: torch.device | str, scratch: int, *, pack: Share = PACK
+    ) -> None:
+        form, limit, tables = units.form, most_kept(units), _tables(units, device, scratch)
         values = form.unit_tokens * int(units.channels.sum())
-        steps = [
-            Step(
-                _pack, table, count,
-                (num_units, *sizes, form.scales, form.codes, form.rest, limit, pack.stages),
-                *pack.of(*sizes[:2]),
-            )
-            for table, count, sizes in _tables(units, device, scratch)
-        ]  # fmt: skip
-        check = units.check - (units.check >> 31 << 32)  # as a signed word
-        head = torch.tensor([scratch, check], dtype=torch.int64, device=device)
-        lanes = min(64, triton.next_power_of_2(num_units))
-        constants = (
-            num_units, values, form.unit_tokens, form.max_exceptions, form.exceptions, form.scales,
-            form.codes, form.rest, form.bytes, limit, lanes, 32,
+        block = (
+            values, form.max_exceptions, form.exceptions, form.scales, form.codes, form.rest, form.bytes,
+            limit, MOST_BLOCKS,
         )  # fmt: skip
-        super().__init__([*steps, Step(_finish, head, 1, constants, finish.warps, finish.programs)])
+        super().__init__(
+            [
+                Step(
+                    _pack, table, count,
+                    (len(units.base), *sizes, *block, place == len(tables), pack.stages),
+                    *pack.of(*sizes[:2]),
+                )
+                for place, (table, count, sizes) in enumerate(tables, 1)
+            ]
+        )  # fmt: skip
 
 
 class Unpack(_Packing):
@@ -352,11 +363,12 @@ def _tables(
     """Return, for each width of units, their table, their number, and rows, width and lanes of a unit."""
     rows = units.form.unit_tokens
     before = rows * (np.cumsum(units.channels) - units.channels)
+    check = units.check - (units.check >> 31 << 32)  # as a signed word
     tables = []
     for width in np.unique(units.channels).tolist():
         chosen = np.flatnonzero(units.channels == width)
         columns = [units.base[chosen], units.stride[chosen], chosen, before[chosen]]
-        table = torch.from_numpy(np.concatenate([[scratch], *columns]).astype(np.int64)).to(device)
+        table = torch.from_numpy(np.concatenate([[scratch, check], *columns]).astype(np.int64)).to(device)
         sizes = rows, width, triton.next_power_of_2(rows), triton.next_power_of_2(width // 4)
         tables.append((table, len(chosen), sizes))
     return tables
