@@ -51,7 +51,8 @@ class Share(NamedTuple):
 
 
 # docs/cuda-constants.md has the measurements for these.
-PACK, UNPACK = Share(8, 64), Share(8, 64)
+BESIDE, ALONE = Share(8, 64), Share(8, 132)
+"""For pieces beside the engine's kernels and other pieces, and for those with no other piece beside them."""
 
 _HEAD_WORDS = tl.constexpr(2)
 _ZERO = tl.constexpr(14)
@@ -319,7 +320,7 @@ class Pack(_Packing):
     """Packs the blocks of one group. `scratch` is the address of `scratch_bytes` of zeros on the device."""
 
     def __init__(
-        self, units: PackedUnits, device: torch.device | str, scratch: int, *, pack: Share = PACK
+        self, units: PackedUnits, device: torch.device | str, scratch: int, share: Share = BESIDE
     ) -> None:
         form, limit, tables = units.form, most_kept(units), _tables(units, device, scratch)
         values = form.unit_tokens * int(units.channels.sum())
@@ -331,8 +332,8 @@ class Pack(_Packing):
             [
                 Step(
                     _pack, table, count,
-                    (len(units.base), *sizes, *block, place == len(tables), pack.stages),
-                    *pack.of(*sizes[:2]),
+                    (len(units.base), *sizes, *block, place == len(tables), share.stages),
+                    *share.of(*sizes[:2]),
                 )
                 for place, (table, count, sizes) in enumerate(tables, 1)
             ]
@@ -342,15 +343,15 @@ class Pack(_Packing):
 class Unpack(_Packing):
     """Unpacks the blocks of one group."""
 
-    def __init__(self, units: PackedUnits, device: torch.device | str, *, unpack: Share = UNPACK) -> None:
+    def __init__(self, units: PackedUnits, device: torch.device | str, share: Share = BESIDE) -> None:
         form = units.form
         super().__init__(
             [
                 Step(
                     _unpack, table, count,
                     (len(units.base), *sizes, form.max_exceptions, form.exceptions, form.scales, form.codes,
-                     form.rest, unpack.stages),
-                    *unpack.of(*sizes[:2]),
+                     form.rest, share.stages),
+                    *share.of(*sizes[:2]),
                 )
                 for table, count, sizes in _tables(units, device, 0)
             ]
