@@ -143,6 +143,7 @@ def test_walks_name_existing_functions(names: Names) -> None:
 
 def test_unknown_functions_in_walks_are_found(names: Names) -> None:
     hops = hops_of(
-        "## Three walks\n`…Scheduler.build_connector_meta` → `tiers/io_threads.IOThreads.nowhere`, `nowhere`\n## "
+        "## Three walks\n`…Scheduler.build_connector_meta` → `tiers/io_threads.IOThreads.nowhere`, `nowhere`"
+        "\n## "
     )
     assert [hop for hop in hops if not names.has(hop)] == ["tiers/io_threads.IOThreads.nowhere", "nowhere"]

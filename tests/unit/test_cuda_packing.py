@@ -1,4 +1,4 @@
-"""The kernels that pack and unpack, in Triton's interpreter: the bytes of `kvtier.packing`, and no others."""
+"""The kernels that pack and unpack, in Triton's interpreter: the bytes of `kvtier.packing`, no others."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import TransferError
-from kvtier.transfer.cuda.pieces import Part
+from kvtier.transfer.cuda.pieces import ROW_ALIGNMENT, Part
 
 Addresses = npt.NDArray[np.int64]
 
@@ -343,14 +343,16 @@ class Device:
         return [row.data_ptr() for row in rows]
 
     def kernels(
-        self, part: Part, row_align: int, scratch: int, *, gather: bool
+        self, part: Part, row_align: int, scratches: tuple[int, int], *, gather: bool
     ) -> tuple[Launches, Launches]:
-        """Return the kernels that copy a part beside other work, and those for a piece with nothing beside
-        it. The latter also take rows in the pool.
+        """Return the kernels that copy a part, for rows in a buffer and for rows in the pool.
+
+        The second has none if rows in the pool do not have the alignment that they would need. Each has a
+        scratch of its own.
         """
         # Imported here, because only a process with a device needs Triton.
         from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy
-        from kvtier.transfer.cuda.packing import ALONE, BESIDE, Pack, Unpack
+        from kvtier.transfer.cuda.packing import PACK, PACK_SHORT, Pack, Unpack
 
         both: list[PageCopy | Pack | Unpack]
         with torch.cuda.device(self._device):
@@ -358,13 +360,15 @@ class Device:
                 staged = PageCopy(part, self._device, STAGED, gather=gather)
                 both = [staged, PageCopy(part, self._device, SHORT, gather=gather, row_align=row_align)]
             elif gather:
-                both = [Pack(part.units, self._device, scratch, share) for share in (BESIDE, ALONE)]
+                shares = zip((PACK, PACK_SHORT), scratches, strict=True)
+                both = [Pack(part.units, self._device, scratch, share) for share, scratch in shares]
             else:
-                both = [Unpack(part.units, self._device, share) for share in (BESIDE, ALONE)]
+                both = [Unpack(part.units, self._device)]
             torch.cuda.synchronize()
         if not all(kernels.launches for kernels in both):
             raise TransferError(
                 "expected compiled kernels, got Triton's interpreter: unset TRITON_INTERPRET"
             )
         self._kept += both
-        return both[0].launches, both[1].launches
+        is_apart = part.units is not None and row_align < ROW_ALIGNMENT
+        return both[0].launches, () if is_apart else both[-1].launches

@@ -51,8 +51,9 @@ class Share(NamedTuple):
 
 
 # docs/cuda-constants.md has the measurements for these.
-BESIDE, ALONE = Share(8, 64), Share(8, 132)
-"""For pieces beside the engine's kernels and other pieces, and for those with no other piece beside them."""
+PACK, UNPACK = Share(8, 64), Share(8, 64)
+PACK_SHORT = Share(8, 32)
+"""For writing to the pool itself: programs that fill the bus leave no room for others."""
 
 _HEAD_WORDS = tl.constexpr(2)
 _ZERO = tl.constexpr(14)
@@ -320,7 +321,7 @@ class Pack(_Packing):
     """Packs the blocks of one group. `scratch` is the address of `scratch_bytes` of zeros on the device."""
 
     def __init__(
-        self, units: PackedUnits, device: torch.device | str, scratch: int, share: Share = BESIDE
+        self, units: PackedUnits, device: torch.device | str, scratch: int, share: Share = PACK
     ) -> None:
         form, limit, tables = units.form, most_kept(units), _tables(units, device, scratch)
         values = form.unit_tokens * int(units.channels.sum())
@@ -343,7 +344,7 @@ class Pack(_Packing):
 class Unpack(_Packing):
     """Unpacks the blocks of one group."""
 
-    def __init__(self, units: PackedUnits, device: torch.device | str, share: Share = BESIDE) -> None:
+    def __init__(self, units: PackedUnits, device: torch.device | str, share: Share = UNPACK) -> None:
         form = units.form
         super().__init__(
             [
