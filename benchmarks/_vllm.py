@@ -190,6 +190,7 @@ class VllmEngine:
             "num_blocks": config.cache_config.num_gpu_blocks,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "packing": 1 if self.kvtier is None else self.kvtier.spec.config.packing_ratio,
         }
 
     def close(self) -> None:

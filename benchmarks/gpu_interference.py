@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_interference.py [--layout blocks] [--json FILE]
 
-The work is a prefill with eight layers of an 8B-shaped Llama (bf16, 4,096 tokens), loops
-of bf16 matrix products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which leaves
-no bandwidth for anything else.
+The work is a prefill with eight layers of an 8B-shaped Llama (bf16, 4,096 tokens), decode steps of as many
+layers (32 sequences of 2,048 tokens, as a CUDA graph), loops of bf16 matrix products that take about 1.4 and
+0.18 ms each, and a loop of copies within HBM, which leaves no bandwidth for anything else. *packed* are our
+transfers of blocks that are kept packed, in GB/s of the engine's cache.
 
 A GPU at its power limit drifts by more than the measured difference, and runs faster for a while after it
 was idle. So the work never stops: transfers start and end beside it, in turns, and after each change
@@ -105,6 +106,40 @@ def prefill(num_tokens: int, num_layers: int, block_size: int = 16) -> Callable[
     return work
 
 
+def decode(num_layers: int, num_sequences: int = 32, context: int = 2048) -> Callable[[], None]:
+    """Return a step in which each of some sequences gets a token: a graph of the kernels that read weights
+    and KV, which take nearly all of its time.
+    """
+    shape = ModelConfig.from_dict(LLAMA_8B)
+    heads, kv_heads, dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
+
+    def new(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=torch.bfloat16, device=DEVICE).mul_(size[-1] ** -0.5)
+
+    qkv_size, inner = (heads + 2 * kv_heads) * dim, shape.intermediate_size
+    sizes = [(hidden, qkv_size), (heads * dim, hidden), (hidden, 2 * inner), (inner, hidden)]
+    layers = [[new(*size) for size in sizes] for _ in range(num_layers)]
+    caches = [new(2, num_sequences, kv_heads, context, dim) for _ in range(num_layers)]
+    tokens = new(num_sequences, hidden)
+
+    def step() -> None:
+        x = tokens
+        for (qkv, out, up, down), (keys, values) in zip(layers, caches, strict=True):
+            q = (x @ qkv)[:, : heads * dim].view(num_sequences, heads, 1, dim)
+            read = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+            x = x + read.reshape(num_sequences, heads * dim) @ out
+            gate, value = (x @ up).chunk(2, dim=1)
+            x = x + (torch.nn.functional.silu(gate) * value) @ down
+
+    with torch.cuda.stream(new_stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 class Transfers:
     """Keeps a job running in each given direction, and one queued behind it."""
 
@@ -118,7 +153,7 @@ class Transfers:
         """Start the next jobs of each direction."""
         for way, jobs in self._jobs.items():
             results = self._rig.handlers[way].get_finished()
-            self.bytes += sum(result.transfer_size or 0 for result in results)
+            self.bytes += len(results) * self._rig.job_bytes
             jobs.difference_update(result.job_id for result in results)
             with torch.cuda.stream(self._side):
                 while len(jobs) < 2:
@@ -339,11 +374,12 @@ class SmallCopies:
         return sorted(found)
 
 
-def bench_copies(rig: Rig, ways: tuple[str, ...]) -> list[dict[str, Any]]:
+def bench_copies(rig: Rig, packing: Rig, ways: tuple[str, ...]) -> list[dict[str, Any]]:
     """Measure copies of a few bytes beside each kind of transfers."""
     kinds: dict[str, Transfers | Bare | None] = {
         "nothing": None,
         "ours": Transfers(rig, ways),
+        "packed": Transfers(packing, ways),
         "large copies": Bare(rig, ways, "large"),
     }
     rows = []
@@ -372,6 +408,7 @@ def main() -> None:
     """Measure, print, and write the requested files."""
     works = {
         "prefill": partial(prefill, 4096, 8),
+        "decode": partial(decode, 8),
         "matrix products, 8192": partial(matrix_products, 8192, 2),
         "matrix products, 4096": partial(matrix_products, 4096, 12),
         "copies within HBM": partial(hbm_copies, 4),
@@ -386,15 +423,17 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", choices=list(works), default=list(works))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rig = Rig(*LAYOUTS[options.layout], JOB)
+    rig, packing = (Rig(*LAYOUTS[options.layout], JOB, packs=packs) for packs in (False, True))
+    packing.fill()
     rows: list[dict[str, Any]] = []
     for ways in (("store",), ("load",), WAYS):
-        rows += bench_copies(rig, ways)
+        rows += bench_copies(rig, packing, ways)
     for name in options.work:
         work = Work(works[name]())
         for ways in (("store",), ("load",), WAYS):
             kinds: dict[str, Transfers | Bare] = {
                 "ours": Transfers(rig, ways),
+                "packed": Transfers(packing, ways),
                 "large copies": Bare(rig, ways, "large"),
             }
             rows += bench(name, work, ways, kinds, options.turns)
@@ -403,7 +442,8 @@ def main() -> None:
             rows += bench(
                 name, work, ways, {"kernel": Bare(rig, ways, "kernel")}, max(1, options.turns // 4)
             )
-    rig.close()
+    for some in (rig, packing):
+        some.close()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
 

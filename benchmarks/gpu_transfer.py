@@ -52,7 +52,8 @@ def bench_pages(page: int, size: int, repetitions: int) -> list[dict[str, Any]]:
             "kernel": partial(bare.run, bare.kernel(way)),
             "ours": partial(rig.run_new, way, rig.blocks, scattered=False),
             "scattered": partial(rig.run_new, way, rig.blocks, scattered=True),
-            "packed": partial(packing.run_new, way, rig.blocks, scattered=True),
+            "packed": partial(packing.run_new, way, rig.blocks, scattered=False),
+            "packed_scattered": partial(packing.run_new, way, rig.blocks, scattered=True),
         }
         timings = medians(runs, repetitions)
         speeds = {name: rig.job_bytes / timing.wall / 1e9 for name, timing in timings.items()}
@@ -193,12 +194,12 @@ def show(results: dict[str, Any]) -> None:
     print("GB/s for the caller, and as parts of the limit: on the device's clock and (for the caller)")
     print(
         "job MiB page KiB way     limit batched kernel | slots side by side      | slots scattered    "
-        "     | packed, scattered       row KiB"
+        "     | packed, side by side    | packed, scattered       row KiB"
     )
     for row in results["pages"]:
         cells = [f"{row['bytes'] >> 20:7d} {row['page'] >> 10:8d} {row['way']:5}"]
         cells.append(f"{row['limit']:7.1f} {row['batched']:7.1f} {row['kernel']:6.1f}")
-        for name in ("ours", "scattered", "packed"):
+        for name in ("ours", "scattered", "packed", "packed_scattered"):
             device, wall = row[f"{name}_device"] / row["limit_device"], row[name] / row["limit"]
             cells.append(f"| {row[name]:5.1f} {device:6.3f} ({wall:5.3f})   ")
         print(*cells, f"{row['row'] >> 10:6d}")

@@ -5,17 +5,17 @@ And it comes faster than with vLLM's own connector.
     python benchmarks/vllm_gpu.py [--shape hybrid] [--json FILE] [--plot FILE.svg]
 
 Engines of vLLM with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in its own process, take
-turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with the
-same host memory. A name that ends in a layout, as in kvtier-LBNHC, is an engine with that cache layout; any
-other engine has the layout that it asks for itself.
+turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own), kvtier, and kvtier without
+packing (raw), all with the same host memory. A name that ends in a layout, as in kvtier-LBNHC, is an engine
+with that cache layout; any other engine has the layout that it asks for itself.
 
 With `--shape hybrid` the model has 24 gated delta nets and 8 layers of attention, and only first tokens are
 measured unless `--parts` says more. vLLM then keeps states at the boundaries of blocks of hundreds of
 tokens, so prompts are cut to whole blocks and one token: every engine can reuse all but that token.
 
 First token       a new prompt; after vLLM has evicted it; once more, when vLLM has it (hit). A load without
-                  overlap takes at least the time of that hit plus the prompt's bytes at the speed of one
-                  large pinned copy, which is measured in every turn.
+                  overlap takes at least the time of that hit plus the prompt's bytes, packed by engines
+                  that pack, at the speed of one large pinned copy, which is measured in every turn.
 Chats             turns of conversations of which vLLM's cache holds a quarter: a fixed number of requests at
                   once (closed loop), and per second (open loop). Figures: requests per second, time to the
                   first token, and from one token to the next.
@@ -166,14 +166,16 @@ LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
 BARS = {
     "of_least": 1.1,
     "sooner_than_own": 1.3,
+    "longest_sooner_than_own": 1.6,
     "tokens_of_own": 1.0,
     "chats_own": 1.0,
     "chats_off": 1.5,
+    "chats_raw": 1.0,
     "unique": 0.98,
 }
 PARTS = ("unique", "first", "closed", "open")
-LONG = 4096
-"""The prompt length from which on the bars of the first token count."""
+LONG, LONGEST = 4096, 16384
+"""The prompt lengths from which on the bars of the first token count."""
 
 Result = dict[str, Any]
 Results = dict[str, Any]
@@ -194,6 +196,11 @@ def plan_arm(name: str, sizes: Sizes, model: Path) -> ArmPlan:
             "kv_connector_module_path": "kvtier.integrations.vllm",
             "kv_connector_extra_config": {"cpu": {"capacity": sizes.pool}},
         },
+        "raw": {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.integrations.vllm",
+            "kv_connector_extra_config": {"cpu": {"capacity": sizes.pool}, "packing": "off"},
+        },
     }
     if kind not in transfers or layout not in ("", *LAYOUTS):
         raise SystemExit(f"--arms: expected {', '.join(transfers)} or one of them with -LAYOUT, got {name}")
@@ -202,13 +209,14 @@ def plan_arm(name: str, sizes: Sizes, model: Path) -> ArmPlan:
 
 
 def measure_first(
-    arms: Sequence[Arm], sizes: Sizes, block_size: int, turns: int, repetitions: int
+    arms: Sequence[Arm], sizes: Sizes, setups: Mapping[str, Result], turns: int, repetitions: int
 ) -> list[Result]:
     """Time first tokens, one length after the other, with the arms in turns. The first turn warms up.
 
     Prompts have whole blocks, and one token more.
     """
     rows = []
+    block_size = max(setup["block_size"] for setup in setups.values())
     for length in [wanted // block_size * block_size for wanted in sizes.lengths]:
         size = cached_bytes(sizes.model, length)
         times: dict[str, dict[str, list[float]]] = {arm.name: {} for arm in arms}
@@ -231,7 +239,7 @@ def measure_first(
                 f"{key}_ms": 1e3 * statistics.median(got[key]) for key in ("computed", "evicted", "hit")
             }
             row[name] = medians | {"cached": min(got["cached"]), "all": got}
-            row[name]["least_ms"] = row[name]["hit_ms"] + row["bus_ms"]
+            row[name]["least_ms"] = row[name]["hit_ms"] + row["bus_ms"] / setups[name]["packing"]
             row[name]["of_least"] = row[name]["evicted_ms"] / row[name]["least_ms"]
         rows.append(row)
     return rows
@@ -296,13 +304,16 @@ def measure_unique(arms: Sequence[Arm], sizes: Sizes, rounds: int) -> Result:
 def judge(results: Results) -> Result:
     """Compare each arm with kvtier with the bars."""
     verdicts: Result = {}
-    for name in [name for name in results["arms"] if name.startswith("kvtier")]:
+    for name in [name for name in results["arms"] if name.startswith(("kvtier", "raw"))]:
         long = [row for row in results.get("first", []) if row["tokens"] >= LONG]
+        sooner = {
+            row["tokens"]: row["own"]["evicted_ms"] / row[name]["evicted_ms"] for row in long if "own" in row
+        }
         verdicts[name] = {
             "of_least": max((row[name]["of_least"] for row in long), default=None),
-            "sooner_than_own": min(
-                (row["own"]["evicted_ms"] / row[name]["evicted_ms"] for row in long if "own" in row),
-                default=None,
+            "sooner_than_own": min(sooner.values(), default=None),
+            "longest_sooner_than_own": min(
+                (sooner[tokens] for tokens in sooner if tokens >= LONGEST), default=None
             ),
             "tokens_of_own": min(
                 (row[name]["cached"] / max(1, row["own"]["cached"]) for row in long if "own" in row),
@@ -310,7 +321,7 @@ def judge(results: Results) -> Result:
             ),
         }
         closed = results.get("closed")
-        for peer in ("own", "off"):
+        for peer in ("own", "off", "raw"):
             if closed and peer in closed:
                 pairs = zip(
                     closed[name]["requests_per_second"], closed[peer]["requests_per_second"], strict=True
@@ -446,10 +457,10 @@ def main() -> None:
         (model / "config.json").write_text(json.dumps(dict(sizes.model)))
         arms = [stack.enter_context(closing(Arm(plan_arm(name, sizes, model)))) for name in options.arms]
         results["arms"] = {arm.name: arm.wait_ready() for arm in arms}
-        block_size = max(setup["block_size"] for setup in results["arms"].values())
+        setups = results["arms"]
         parts: dict[str, Callable[[], Any]] = {
             "unique": lambda: measure_unique(arms, sizes, options.unique_rounds),
-            "first": lambda: measure_first(arms, sizes, block_size, options.turns, options.repetitions),
+            "first": lambda: measure_first(arms, sizes, setups, options.turns, options.repetitions),
             "closed": lambda: measure_chats(arms, sizes, options.rounds, None),
             "open": lambda: [measure_chats(arms, sizes, options.open_rounds, rate) for rate in sizes.rates],
         }
