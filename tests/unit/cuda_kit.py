@@ -165,14 +165,11 @@ class FakeDevice:
     host_rows = rows
 
     def kernels(
-        self, part: Part, row_align: int, scratches: tuple[int, int], *, gather: bool
+        self, part: Part, row_align: int, scratch: int, *, gather: bool
     ) -> tuple[Launches, Launches]:
         if part.units is not None and gather:
-            staged, short = (
-                tuple(self._launch(Kernel(part, True, scratch, finishes)) for finishes in (False, True))
-                for scratch in scratches
-            )
-            return staged, short
+            both = tuple(self._launch(Kernel(part, True, scratch, finishes)) for finishes in (False, True))
+            return both, both
         kernel = self._launch(Kernel(part, gather))
         return (kernel,), (kernel._replace(programs=16),)
 

@@ -343,16 +343,15 @@ class Device:
         return [row.data_ptr() for row in rows]
 
     def kernels(
-        self, part: Part, row_align: int, scratches: tuple[int, int], *, gather: bool
+        self, part: Part, row_align: int, scratch: int, *, gather: bool
     ) -> tuple[Launches, Launches]:
         """Return the kernels that copy a part, for rows in a buffer and for rows in the pool.
 
-        The second has none if rows in the pool do not have the alignment that they would need. Each has a
-        scratch of its own.
+        The second has none if rows in the pool do not have the alignment that they would need.
         """
         # Imported here, because only a process with a device needs Triton.
         from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy
-        from kvtier.transfer.cuda.packing import PACK, PACK_SHORT, Pack, Unpack
+        from kvtier.transfer.cuda.packing import Pack, Unpack
 
         both: list[PageCopy | Pack | Unpack]
         with torch.cuda.device(self._device):
@@ -360,8 +359,7 @@ class Device:
                 staged = PageCopy(part, self._device, STAGED, gather=gather)
                 both = [staged, PageCopy(part, self._device, SHORT, gather=gather, row_align=row_align)]
             elif gather:
-                shares = zip((PACK, PACK_SHORT), scratches, strict=True)
-                both = [Pack(part.units, self._device, scratch, share) for share, scratch in shares]
+                both = [Pack(part.units, self._device, scratch)]
             else:
                 both = [Unpack(part.units, self._device)]
             torch.cuda.synchronize()

@@ -8,9 +8,8 @@ for its buffer on the device, never on the host, and the bus stays busy while ke
 kernels. The bus carries pieces one after the other, so that the last kernel has little to do; if their
 ranges are small, a second copy stream fills the gaps of the first. Two kinds of piece take no buffer: the
 kernels carry a short piece, with no other before or behind it, over the bus themselves, and large pages are
-copied without a kernel. A long store that is packed begins with a short piece too. At most `RUN_AHEAD`
-pieces are under way, so that stopping takes milliseconds. Pieces that end on different streams may arrive in
-another order than they were enqueued in.
+copied without a kernel. At most `RUN_AHEAD` pieces are under way, so that stopping takes milliseconds.
+Pieces that end on different streams may arrive in another order than they were enqueued in.
 
 The engine copies too: its tokens, to the host. The device's copy engine serves a stream until that stream
 has no work or must wait, and a stream of stores always has work. So stores change to another stream after
@@ -129,10 +128,8 @@ class Lane(ABC):
         self._spare_fences: list[int] = []
         self._spare_timers: list[int] = []
         self._buffers = device.rows(BUFFERS, memory.buffer_bytes)
-        self._scratch, self._short_scratch = (
-            self._make_scratch(memory, size) for size in (memory.piece_bytes, self.short_bytes)
-        )
-        """The addresses of scratch for the kernels on `_kernels`, and for those on `_side`."""
+        self._scratch = self._make_scratch(memory) if self.gathers else 0
+        """The address of the memory that the kernels of pieces use one after the other."""
         on_host, on_device = (make(RUN_AHEAD, 16 * MOST_BLOCKS) for make in (device.host_rows, device.rows))
         self._host_args = [KernelArgs(row, 0, 0, 0, MOST_BLOCKS) for row in on_host]
         self._device_args = [
@@ -150,20 +147,19 @@ class Lane(ABC):
         """Whether `begin` may be called."""
         self._scripts: dict[tuple[int, _Route, int, int, bool, bool], Script] = {}
 
-    def _make_scratch(self, memory: CudaMemory, piece_bytes: int) -> int:
-        """Return the address of scratch for packing any piece of up to `piece_bytes`."""
+    def _make_scratch(self, memory: CudaMemory) -> int:
+        """Return the address of scratch for packing the largest piece."""
         sizes = [
-            scratch_bytes(part.units, most_blocks(part, piece_bytes))
+            scratch_bytes(part.units, most_blocks(part, memory.piece_bytes))
             for parts in memory.parts
             for part in parts
-            if part.units is not None and self.gathers
+            if part.units is not None
         ]
         return self._device.rows(1, max(sizes))[0] if sizes else 0
 
     def _find_routes(self, memory: CudaMemory, group: int, part: Part) -> _PartRoutes:
         row_align = memory.pool_map.alignment(part, group)
-        scratches = self._scratch, self._short_scratch
-        staged, short = self._device.kernels(part, row_align, scratches, gather=self.gathers)
+        staged, short = self._device.kernels(part, row_align, self._scratch, gather=self.gathers)
         size, offset = part.bytes, part.offset
         rows = [Rows(None, buffer, size) for buffer in self._buffers]
         pages = [
@@ -269,12 +265,8 @@ class Lane(ABC):
     def _choose_route(self, piece: Piece, oldest: int | None, *, is_last: bool) -> _Route:
         if piece.part.direct:
             return "direct"
-        packs, count = piece.part.units is not None, piece.last - piece.first
-        # The bus would wait for the first piece to be packed: unlike a gather, that takes a while.
-        is_alone = oldest is None and (is_last or (packs and self.gathers))
-        is_short = piece.bytes <= self.short_bytes or (packs and count == 1)
-        reaches_pool = self._pinned and self._routes[id(piece.part)].short
-        return "short" if is_alone and is_short and reaches_pool else "staged"
+        is_short = is_last and oldest is None and piece.bytes <= self.short_bytes and self._pinned
+        return "short" if is_short and self._routes[id(piece.part)].short else "staged"
 
     def _change_streams(self, size: int) -> bool:
         """Change to the other copy stream if this one has had its burst; return whether it changed."""
@@ -315,7 +307,7 @@ class Lane(ABC):
     def _write_short(self, part: Part, turn: int) -> Script:
         args, kernels = self._host_args[turn], self._routes[id(part)].short
         write = WriteArgs(args, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset)
-        return (write, *self._launch(kernels, args, self._side, _START, 0, self._done[turn]))
+        return (write, *self._launch(kernels, args, _START, 0, self._done[turn]))
 
     @abstractmethod
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
@@ -329,7 +321,7 @@ class Lane(ABC):
         return WriteArgs(args, _BLOCKS, _FIRST, _LAST, self._routes[id(part)].rows[turn % BUFFERS], 0)
 
     def _launch(
-        self, kernels: Launches, args: KernelArgs, stream: int, start: OpenEvent, wait: OpenEvent, done: int
+        self, kernels: Launches, args: KernelArgs, start: OpenEvent, wait: OpenEvent, done: int
     ) -> Script:
         """Return the commands that launch the kernels of a piece, one after the other."""
         first, last = kernels[0], kernels[-1]
@@ -338,7 +330,7 @@ class Lane(ABC):
                 kernel,
                 args,
                 _COUNT,
-                stream,
+                self._kernels,
                 start if kernel is first else 0,
                 wait if kernel is first else 0,
                 done if kernel is last else 0,
@@ -384,7 +376,7 @@ class StoreLane(Lane):
         args, ready = self._device_args[turn], self._ready[turn]
         return (
             self._write_args(args, part, turn),
-            *self._launch(self._routes[id(part)].staged, args, self._kernels, _START, _WAIT, ready),
+            *self._launch(self._routes[id(part)].staged, args, _START, _WAIT, ready),
             self._copy(part, turn, self._copy_streams(turn, after), 0, ready, self._done[turn]),
         )
 
@@ -403,5 +395,5 @@ class LoadLane(Lane):
         # Arguments behind the copy have to wait for it, but a job's first bytes should not wait for them.
         return (
             *((copy, write) if begins else (write, copy)),
-            *self._launch(self._routes[id(part)].staged, args, self._kernels, 0, ready, self._done[turn]),
+            *self._launch(self._routes[id(part)].staged, args, 0, ready, self._done[turn]),
         )

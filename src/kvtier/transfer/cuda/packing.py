@@ -33,27 +33,20 @@ from kvtier.transfer.cuda.pieces import MOST_BLOCKS, PackedUnits, most_kept
 
 
 class Share(NamedTuple):
-    """A kernel's share of the device: as many warps as a unit of 16,384 values would have."""
+    """A kernel's share of the device. A program has as many units under way as its threads have two words of
+    each row for.
+    """
 
     warps: int
     programs: int
-    stages: int = 1
-    """How many units a program has under way."""
 
-    def of(self, rows: int, width: int) -> tuple[int, int]:
-        """Return the warps and the number of programs for units of `rows` rows of `width` channels.
-
-        Small units have fewer warps and more programs; and more programs make up for lanes without a value.
-        """
-        lanes = 4 * triton.next_power_of_2(rows) * triton.next_power_of_2(width // 4)
-        warps = max(1, min(self.warps, lanes * self.warps // 16384))
-        return warps, self.programs * self.warps * lanes // (warps * rows * width)
+    def units(self, lanes: int) -> int:
+        """Return the number of units, each with so many words in a row, that a program has under way."""
+        return max(1, 64 * self.warps // lanes)
 
 
 # docs/cuda-constants.md has the measurements for these.
 PACK, UNPACK = Share(8, 64), Share(8, 64)
-PACK_SHORT = Share(8, 32)
-"""For writing to the pool itself: programs that fill the bus leave no room for others."""
 
 _HEAD_WORDS = tl.constexpr(2)
 _ZERO = tl.constexpr(14)
@@ -140,39 +133,43 @@ def _finish(  # type: ignore[no-untyped-def]
 def _pack(  # type: ignore[no-untyped-def]
     table, args, num_blocks, num_units,
     UNITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROW_LANES: tl.constexpr,
-    LANES: tl.constexpr, VALUES: tl.constexpr, MAX: tl.constexpr, LIST: tl.constexpr,
+    LANES: tl.constexpr, AT_ONCE: tl.constexpr, VALUES: tl.constexpr, MAX: tl.constexpr, LIST: tl.constexpr,
     SCALES: tl.constexpr, CODES: tl.constexpr, REST: tl.constexpr, BYTES: tl.constexpr, LIMIT: tl.constexpr,
-    MOST_BLOCKS: tl.constexpr, FINISHES: tl.constexpr, STAGES: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr, FINISHES: tl.constexpr,
 ):  # fmt: skip
-    """Pack the units of one width. A lane has four channels, in one word.
+    """Pack the units of one width, some at once: rows, units, and lanes of four channels, in one word.
 
     The units of the last width (`FINISHES`) come when those of all others are packed. Whoever packs the last
     of a block finishes the block.
     """
-    row, column = tl.arange(0, ROW_LANES)[:, None], tl.arange(0, LANES)[None, :]
+    row, column = tl.arange(0, ROW_LANES)[:, None, None], tl.arange(0, LANES)[None, None, :]
+    some = tl.arange(0, AT_ONCE)
     lane = row * (WIDTH // 4) + column
-    in_row = column < WIDTH // 4
-    there = (row < ROWS) & in_row
     # How many units of each block are packed; how many exceptions each unit has; and these, for each unit.
     packed_units = tl.load(table).to(tl.pointer_type(tl.int32), bitcast=True)
     counts = packed_units + MOST_BLOCKS
     kept = counts + num_blocks * UNITS
-    for at in tl.range(tl.program_id(0), num_blocks * num_units, tl.num_programs(0), num_stages=STAGES):
+    total = num_blocks * num_units
+    for first in range(tl.program_id(0) * AT_ONCE, total, tl.num_programs(0) * AT_ONCE):
+        at = first + some
+        is_unit = at < total
         index, unit = at // num_units, at % num_units
-        block = tl.load(args + index)
-        packed = tl.load(args + num_blocks + index)
+        block = tl.load(args + index, mask=is_unit, other=0)
+        packed = tl.load(args + num_blocks + index, mask=is_unit, other=0)
         base = tl.load(table + 2 + unit)
         stride = tl.load(table + 2 + num_units + unit)
         number = tl.load(table + 2 + 2 * num_units + unit)
         before = tl.load(table + 2 + 3 * num_units + unit)  # values of the block that lie before the unit
+        in_row = is_unit[None, :, None] & (column < WIDTH // 4)
+        there = in_row & (row < ROWS)
         source = tl.multiple_of((base + block * stride).to(tl.pointer_type(tl.int64), bitcast=True), 8)
-        word = tl.load(source + lane, mask=there, other=0, eviction_policy="evict_first")
+        word = tl.load(source[None, :, None] + lane, mask=there, other=0, eviction_policy="evict_first")
         low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
         v0, v1, v2, v3 = low & 0xFFFF, (low >> 16) & 0xFFFF, high & 0xFFFF, (high >> 16) & 0xFFFF
         e0, e1, e2, e3 = (v0 >> 7) & 0xFF, (v1 >> 7) & 0xFF, (v2 >> 7) & 0xFF, (v3 >> 7) & 0xFF
-        h0, h1 = tl.max(_finite(e0), 0)[None, :], tl.max(_finite(e1), 0)[None, :]
-        h2, h3 = tl.max(_finite(e2), 0)[None, :], tl.max(_finite(e3), 0)[None, :]
-        top = tl.max(tl.max(tl.maximum(tl.maximum(h0, h1), tl.maximum(h2, h3)), 1), 0)
+        h0, h1 = tl.max(_finite(e0), 0)[None, :, :], tl.max(_finite(e1), 0)[None, :, :]
+        h2, h3 = tl.max(_finite(e2), 0)[None, :, :], tl.max(_finite(e3), 0)[None, :, :]
+        top = tl.max(tl.maximum(tl.maximum(h0, h1), tl.maximum(h2, h3)), 2)[:, :, None]
         s0, s1, s2, s3 = _scale(top, h0), _scale(top, h1), _scale(top, h2), _scale(top, h3)
         c0, c1 = _code(e0, top - 4 * s0), _code(e1, top - 4 * s1)
         c2, c3 = _code(e2, top - 4 * s2), _code(e3, top - 4 * s3)
@@ -180,22 +177,22 @@ def _pack(  # type: ignore[no-untyped-def]
         scales = (packed + SCALES + before // (4 * ROWS)).to(tl.pointer_type(tl.int8), bitcast=True)
         codes = (packed + CODES + before // 2).to(tl.pointer_type(tl.int16), bitcast=True)
         rest = (packed + REST + before).to(tl.pointer_type(tl.int32), bitcast=True)
-        some = s0 | (s1 << 2) | (s2 << 4) | (s3 << 6)
-        tl.store(tl.multiple_of(scales, 16) + column, some.to(tl.int8), mask=in_row)
-        some = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
-        tl.store(tl.multiple_of(codes, 8) + lane, some.to(tl.int16), mask=there)
-        some = _rest(v0) | (_rest(v1) << 8) | (_rest(v2) << 16) | (_rest(v3) << 24)
-        tl.store(tl.multiple_of(rest, 4) + lane, some, mask=there)
+        word = s0 | (s1 << 2) | (s2 << 4) | (s3 << 6)
+        tl.store(tl.multiple_of(scales, 16)[None, :, None] + column, word.to(tl.int8), mask=in_row)
+        word = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
+        tl.store(tl.multiple_of(codes, 8)[None, :, None] + lane, word.to(tl.int16), mask=there)
+        word = _rest(v0) | (_rest(v1) << 8) | (_rest(v2) << 16) | (_rest(v3) << 24)
+        tl.store(tl.multiple_of(rest, 4)[None, :, None] + lane, word, mask=there)
 
         found = (c0 == _EXCEPTION).to(tl.int32) + (c1 == _EXCEPTION).to(tl.int32)
         found += (c2 == _EXCEPTION).to(tl.int32) + (c3 == _EXCEPTION).to(tl.int32)
-        total = tl.sum(tl.sum(found, 1), 0)
+        in_rows = tl.sum(found, 2)
+        own = tl.sum(in_rows, 0)
         place = index * UNITS + number
-        tl.store(counts + place, (top << 24) | total)
-        if total > 0:
-            flat = tl.reshape(found, (ROW_LANES * LANES,))
-            rank = tl.reshape(tl.cumsum(flat, 0) - flat, (ROW_LANES, LANES))
-            entries = kept + place * LIMIT
+        tl.store(counts + place, (tl.reshape(top, (AT_ONCE,)) << 24) | own, mask=is_unit)
+        if tl.max(own, 0) > 0:
+            rank = (tl.cumsum(in_rows, 0) - in_rows)[:, :, None] + tl.cumsum(found, 2) - found
+            entries = (kept + place * LIMIT)[None, :, None]
             position = row * WIDTH + 4 * column
             rank = _keep(entries, rank, position, v0, c0, LIMIT)
             rank = _keep(entries, rank, position + 1, v1, c1, LIMIT)
@@ -203,13 +200,18 @@ def _pack(  # type: ignore[no-untyped-def]
             rank = _keep(entries, rank, position + 3, v3, c3, LIMIT)
         if FINISHES:
             tl.debug_barrier()  # all threads have written what they have counted and kept
-            if tl.atomic_add(packed_units + index, 1) == num_units - 1:
-                tl.store(packed_units + index, 0)
-                first = index * UNITS
-                _finish(
-                    counts + first, kept + first * LIMIT, packed, tl.load(table + 1).to(tl.int32),
-                    UNITS, VALUES, ROWS, MAX, LIST, SCALES, CODES, REST, BYTES, LIMIT,
-                )  # fmt: skip
+            is_last = tl.atomic_add(packed_units + index, 1, mask=is_unit) == num_units - 1
+            if tl.max((is_unit & is_last).to(tl.int32), 0) > 0:
+                for unit_at in range(AT_ONCE):
+                    mine = (some == unit_at) & is_unit & is_last
+                    if tl.max(mine.to(tl.int32), 0) > 0:
+                        done = (first + unit_at) // num_units
+                        tl.store(packed_units + done, 0)
+                        _finish(
+                            counts + done * UNITS, kept + done * UNITS * LIMIT,
+                            tl.load(args + num_blocks + done), tl.load(table + 1).to(tl.int32),
+                            UNITS, VALUES, ROWS, MAX, LIST, SCALES, CODES, REST, BYTES, LIMIT,
+                        )  # fmt: skip
 
 
 @triton.jit
@@ -222,35 +224,43 @@ def _value(code, rest, first):  # type: ignore[no-untyped-def]
 def _unpack(  # type: ignore[no-untyped-def]
     table, args, num_blocks, num_units,
     UNITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROW_LANES: tl.constexpr,
-    LANES: tl.constexpr, MAX: tl.constexpr, LIST: tl.constexpr, SCALES: tl.constexpr, CODES: tl.constexpr,
-    REST: tl.constexpr, STAGES: tl.constexpr,
+    LANES: tl.constexpr, AT_ONCE: tl.constexpr, MAX: tl.constexpr, LIST: tl.constexpr, SCALES: tl.constexpr,
+    CODES: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Unpack the units of one width."""
-    row, column = tl.arange(0, ROW_LANES)[:, None], tl.arange(0, LANES)[None, :]
+    """Unpack the units of one width, some at once."""
+    row, column = tl.arange(0, ROW_LANES)[:, None, None], tl.arange(0, LANES)[None, None, :]
+    some, entry = tl.arange(0, AT_ONCE), tl.arange(0, 32)[None, :]
     lane = row * (WIDTH // 4) + column
-    in_row = column < WIDTH // 4
-    there = (row < ROWS) & in_row
-    entry = tl.arange(0, 128)
-    for at in tl.range(tl.program_id(0), num_blocks * num_units, tl.num_programs(0), num_stages=STAGES):
+    total = num_blocks * num_units
+    for first in range(tl.program_id(0) * AT_ONCE, total, tl.num_programs(0) * AT_ONCE):
+        at = first + some
+        is_unit = at < total
         index, unit = at // num_units, at % num_units
-        block = tl.load(args + index)
-        packed = tl.load(args + num_blocks + index)
+        block = tl.load(args + index, mask=is_unit, other=0)
+        packed = tl.load(args + num_blocks + index, mask=is_unit, other=0)
         base = tl.load(table + 2 + unit)
         stride = tl.load(table + 2 + num_units + unit)
         number = tl.load(table + 2 + 2 * num_units + unit)
         before = tl.load(table + 2 + 3 * num_units + unit)
-        head = tl.multiple_of(packed.to(tl.pointer_type(tl.int32), bitcast=True), 4)
-        mine = tl.load(head + _HEAD_WORDS + number)
-        # Behind the last unit comes a zero, or the first exception if the head has no room to spare.
-        after = tl.load(head + _HEAD_WORDS + number + 1, mask=number + 1 < UNITS, other=0) & 0xFFFFFF
-        start, top = mine & 0xFFFFFF, (mine >> 24) & 0xFF
-        stop = tl.minimum(tl.where(number + 1 < UNITS, after, tl.load(head)), MAX)
+        in_row = is_unit[None, :, None] & (column < WIDTH // 4)
+        there = in_row & (row < ROWS)
         scales = (packed + SCALES + before // (4 * ROWS)).to(tl.pointer_type(tl.int8), bitcast=True)
         codes = (packed + CODES + before // 2).to(tl.pointer_type(tl.int16), bitcast=True)
         rest = (packed + REST + before).to(tl.pointer_type(tl.int32), bitcast=True)
-        scale = tl.load(tl.multiple_of(scales, 16) + column, mask=in_row, other=0).to(tl.int32)
-        code = tl.load(tl.multiple_of(codes, 8) + lane, mask=there, other=0).to(tl.int32)
-        bits = tl.load(tl.multiple_of(rest, 4) + lane, mask=there, other=0)
+        scale = tl.load(tl.multiple_of(scales, 16)[None, :, None] + column, mask=in_row, other=0).to(
+            tl.int32
+        )
+        code = tl.load(tl.multiple_of(codes, 8)[None, :, None] + lane, mask=there, other=0).to(tl.int32)
+        bits = tl.load(tl.multiple_of(rest, 4)[None, :, None] + lane, mask=there, other=0)
+        head = tl.multiple_of(packed.to(tl.pointer_type(tl.int32), bitcast=True), 4)
+        mine = tl.load(head + _HEAD_WORDS + number, mask=is_unit, other=0)
+        # Behind the last unit comes a zero, or the first exception if the head has no room to spare.
+        has_next = number + 1 < UNITS
+        after = tl.load(head + _HEAD_WORDS + number + 1, mask=is_unit & has_next, other=0) & 0xFFFFFF
+        count = tl.load(head, mask=is_unit, other=0)
+        start = mine & 0xFFFFFF
+        stop = tl.minimum(tl.where(has_next, after, count), MAX)
+        top = ((mine >> 24) & 0xFF)[None, :, None]
         v0 = _value(code & 15, bits, top - 4 * (scale & 3))
         v1 = _value((code >> 4) & 15, bits >> 8, top - 4 * ((scale >> 2) & 3))
         v2 = _value((code >> 8) & 15, bits >> 16, top - 4 * ((scale >> 4) & 3))
@@ -259,16 +269,18 @@ def _unpack(  # type: ignore[no-untyped-def]
         high = (v2 | (v3 << 16)).to(tl.int64) << 32
         address = base + block * stride
         target = tl.multiple_of(address.to(tl.pointer_type(tl.int64), bitcast=True), 8)
-        tl.store(target + lane, low | high, mask=there)
-        if start < stop:
+        tl.store(target[None, :, None] + lane, low | high, mask=there)
+        most = tl.max(stop - start, 0)
+        if most > 0:
             tl.debug_barrier()  # the words of other threads come before the exceptions among their values
             values = address.to(tl.pointer_type(tl.int16), bitcast=True)
-            for first in range(start, stop, 128):
-                some = first + entry < stop
-                word = tl.load(head + LIST // 4 + first + entry, mask=some, other=0)
+            exceptions = (head + LIST // 4 + start)[:, None]
+            for j in range(0, most, 32):
+                is_own = j + entry < (stop - start)[:, None]
+                word = tl.load(exceptions + j + entry, mask=is_own, other=0)
                 position = word & 0xFFFF
-                inside = some & (position < ROWS * WIDTH)
-                tl.store(values + position, ((word >> 16) & 0xFFFF).to(tl.int16), mask=inside)
+                inside = is_own & (position < ROWS * WIDTH)
+                tl.store(values[:, None] + position, ((word >> 16) & 0xFFFF).to(tl.int16), mask=inside)
 
 
 class Step(NamedTuple):
@@ -277,16 +289,16 @@ class Step(NamedTuple):
     kernel: Any
     table: torch.Tensor
     num_tiles: int
+    tiles: int
     constants: tuple[Any, ...]
-    warps: int
-    programs: int
+    share: Share
 
     def start(self, args: torch.Tensor, num_blocks: int) -> Any:
         """Compile the kernel if need be, and launch it on the current stream; return what was compiled."""
-        programs = max(1, min(self.programs, num_blocks * self.num_tiles))
+        programs = max(1, min(self.share.programs, -(-num_blocks * self.num_tiles // self.tiles)))
         counts = num_blocks, self.num_tiles
         return self.kernel[(programs, 1, 1)](
-            self.table, args, *counts, *self.constants, num_warps=self.warps
+            self.table, args, *counts, *self.constants, num_warps=self.share.warps
         )
 
 
@@ -302,8 +314,8 @@ class _Packing:
         if all(one is not None for one in compiled):
             self.launches = tuple(
                 driver.Launch(
-                    one.function, 32 * step.warps, one.metadata.shared, step.programs, 1,
-                    step.table.data_ptr(), step.num_tiles,
+                    one.function, 32 * step.share.warps, one.metadata.shared, step.share.programs,
+                    step.tiles, step.table.data_ptr(), step.num_tiles,
                 )
                 for one, step in zip(compiled, self._steps, strict=True)
             )  # fmt: skip
@@ -329,34 +341,26 @@ class Pack(_Packing):
             values, form.max_exceptions, form.exceptions, form.scales, form.codes, form.rest, form.bytes,
             limit, MOST_BLOCKS,
         )  # fmt: skip
-        super().__init__(
-            [
-                Step(
-                    _pack, table, count,
-                    (len(units.base), *sizes, *block, place == len(tables), share.stages),
-                    *share.of(*sizes[:2]),
-                )
-                for place, (table, count, sizes) in enumerate(tables, 1)
-            ]
-        )  # fmt: skip
+        steps = []
+        for place, (table, count, sizes) in enumerate(tables, 1):
+            tiles = share.units(sizes[-1])
+            constants = (len(units.base), *sizes, tiles, *block, place == len(tables))
+            steps.append(Step(_pack, table, count, tiles, constants, share))
+        super().__init__(steps)
 
 
 class Unpack(_Packing):
     """Unpacks the blocks of one group."""
 
     def __init__(self, units: PackedUnits, device: torch.device | str, share: Share = UNPACK) -> None:
-        form = units.form
-        super().__init__(
-            [
-                Step(
-                    _unpack, table, count,
-                    (len(units.base), *sizes, form.max_exceptions, form.exceptions, form.scales, form.codes,
-                     form.rest, share.stages),
-                    *share.of(*sizes[:2]),
-                )
-                for table, count, sizes in _tables(units, device, 0)
-            ]
-        )  # fmt: skip
+        form, steps = units.form, []
+        for table, count, sizes in _tables(units, device, 0):
+            tiles = share.units(sizes[-1])
+            layout = form.max_exceptions, form.exceptions, form.scales, form.codes, form.rest
+            steps.append(
+                Step(_unpack, table, count, tiles, (len(units.base), *sizes, tiles, *layout), share)
+            )
+        super().__init__(steps)
 
 
 def _tables(

@@ -37,8 +37,10 @@ ROW_ALIGNMENT = 16
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
 """Up to these sizes, one kernel copies a piece that is alone over the bus faster than a buffer would.
 
-Jobs up to these sizes are not cut, and a long store begins with such a piece.
+Jobs up to these sizes are not cut, and a long store begins with such a piece if nothing is packed.
 """
+FIRST_PACKED = 2 << 20
+"""The bytes of the first piece of a long store that is packed: the bus waits for it."""
 LAST_LOAD = 1 << 20
 """The bytes of the last piece of a long load, which is scattered after the bus is done."""
 STORE_GROWTH, PACKED_GROWTH, LOAD_GROWTH = 3, 2, 8
@@ -194,8 +196,10 @@ def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes
     the bus waits until the first piece is gathered, and carries it while the next one is gathered.
     """
     packs = any(part.units is not None for some in parts for part in some)
-    first, limit, growth = 0, SHORT_STORE, PACKED_GROWTH if packs else STORE_GROWTH
+    limit, growth = (FIRST_PACKED, PACKED_GROWTH) if packs else (SHORT_STORE, STORE_GROWTH)
+    first = 0
     for some, size in zip(parts, sizes, strict=True):
+        limit = _whole_limit(some, size, limit, SHORT_STORE)
         counts, limit = _count_blocks(some, size, limit, piece_bytes, growth)
         yield from _lay_out(some, first, counts)
         first += size
@@ -208,8 +212,7 @@ def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes:
     """
     last, limit, backwards = sum(sizes), LAST_LOAD, []
     for some, size in zip(reversed(parts), reversed(sizes), strict=True):
-        whole = size * max(part.bytes for part in some) <= SHORT_LOAD
-        limit = max(limit, SHORT_LOAD) if whole else limit
+        limit = _whole_limit(some, size, limit, SHORT_LOAD)
         counts, limit = _count_blocks(some, size, limit, piece_bytes, LOAD_GROWTH)
         last -= size
         backwards.append((some, last, counts[::-1]))
@@ -220,6 +223,11 @@ def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes:
 def group_sizes(plan: Plan, num_groups: int) -> list[int]:
     """Return the number of blocks of each group in a job."""
     return [len(plan)] if num_groups == 1 else np.bincount(plan.groups, minlength=num_groups).tolist()
+
+
+def _whole_limit(parts: Sequence[Part], size: int, limit: int, short: int) -> int:
+    """Return the limit of a group's first pieces, with which a group of up to `short` bytes is not cut."""
+    return max(limit, short) if size * max(part.bytes for part in parts) <= short else limit
 
 
 def most_blocks(part: Part, piece_bytes: int) -> int:
