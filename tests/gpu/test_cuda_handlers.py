@@ -200,8 +200,8 @@ def test_a_failed_call_fails_the_job_and_not_the_next(
     ways = rig.store._lane._routes
     with monkeypatch.context() as broken:
         for part, way in ways.items():
-            too_many = tuple(launch._replace(threads=1 << 20) for launch in way.short)
-            broken.setitem(ways, part, way._replace(staged=too_many, short=too_many))
+            too_many = tuple(launch._replace(threads=1 << 20) for launch in way.alone)
+            broken.setitem(ways, part, way._replace(staged=too_many, alone=too_many))
         gpu, cpu = GPULoadStoreSpec([1, 2, 5, 6]), CPULoadStoreSpec([3, 9])
         assert rig.store.transfer_async(0, (gpu, cpu))
         result = finish(rig.store, 0)

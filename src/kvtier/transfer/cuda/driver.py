@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import TransferError
-from kvtier.transfer.cuda.pieces import ROW_ALIGNMENT, Part
+from kvtier.transfer.cuda.pieces import Part
 
 Addresses = npt.NDArray[np.int64]
 
@@ -331,8 +331,8 @@ class Device:
         return int(event.cuda_event)
 
     def rows(self, count: int, size: int) -> list[int]:
-        """Return the addresses of new rows of zeros in the device's memory."""
-        return self._keep_rows(torch.zeros((count, size), dtype=torch.int8, device=self._device))
+        """Return the addresses of new rows in the device's memory."""
+        return self._keep_rows(torch.empty((count, size), dtype=torch.int8, device=self._device))
 
     def host_rows(self, count: int, size: int) -> list[int]:
         """Return the addresses of new rows in pinned memory."""
@@ -345,13 +345,12 @@ class Device:
     def kernels(
         self, part: Part, row_align: int, scratch: int, *, gather: bool
     ) -> tuple[Launches, Launches]:
-        """Return the kernels that copy a part, for rows in a buffer and for rows in the pool.
-
-        The second has none if rows in the pool do not have the alignment that they would need.
+        """Return the kernels that copy a part beside other work, and those for a piece with nothing beside
+        it. The latter also take rows in the pool.
         """
         # Imported here, because only a process with a device needs Triton.
         from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy
-        from kvtier.transfer.cuda.packing import Pack, Unpack
+        from kvtier.transfer.cuda.packing import ALONE, BESIDE, Pack, Unpack
 
         both: list[PageCopy | Pack | Unpack]
         with torch.cuda.device(self._device):
@@ -359,14 +358,13 @@ class Device:
                 staged = PageCopy(part, self._device, STAGED, gather=gather)
                 both = [staged, PageCopy(part, self._device, SHORT, gather=gather, row_align=row_align)]
             elif gather:
-                both = [Pack(part.units, self._device, scratch)]
+                both = [Pack(part.units, self._device, scratch, share) for share in (BESIDE, ALONE)]
             else:
-                both = [Unpack(part.units, self._device)]
+                both = [Unpack(part.units, self._device, share) for share in (BESIDE, ALONE)]
             torch.cuda.synchronize()
         if not all(kernels.launches for kernels in both):
             raise TransferError(
                 "expected compiled kernels, got Triton's interpreter: unset TRITON_INTERPRET"
             )
         self._kept += both
-        is_apart = part.units is not None and row_align < ROW_ALIGNMENT
-        return both[0].launches, () if is_apart else both[-1].launches
+        return both[0].launches, both[1].launches

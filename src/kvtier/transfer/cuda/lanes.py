@@ -47,6 +47,7 @@ from kvtier.transfer.cuda.driver import Device, Launches
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
 from kvtier.transfer.cuda.pieces import (
     MOST_BLOCKS,
+    ROW_ALIGNMENT,
     SHORT_LOAD,
     SHORT_STORE,
     Ints,
@@ -86,8 +87,10 @@ class _PartRoutes(NamedTuple):
     """
 
     staged: Launches
-    short: Launches
-    """Kernels that read or write the pool itself; empty if its rows do not have the alignment."""
+    alone: Launches
+    """Kernels for a piece with nothing beside it."""
+    reaches_pool: bool
+    """Whether these can read and write the pool itself: its rows have the alignment."""
     rows: list[Rows]
     pages: list[Pages]
 
@@ -159,13 +162,14 @@ class Lane(ABC):
 
     def _find_routes(self, memory: CudaMemory, group: int, part: Part) -> _PartRoutes:
         row_align = memory.pool_map.alignment(part, group)
-        staged, short = self._device.kernels(part, row_align, self._scratch, gather=self.gathers)
+        staged, alone = self._device.kernels(part, row_align, self._scratch, gather=self.gathers)
+        reaches_pool = part.units is None or row_align >= ROW_ALIGNMENT
         size, offset = part.bytes, part.offset
         rows = [Rows(None, buffer, size) for buffer in self._buffers]
         pages = [
             Pages(*np.array([[buffer], [size], [size], [offset]], np.int64)) for buffer in self._buffers
         ]
-        return _PartRoutes(staged, short, rows, pages)
+        return _PartRoutes(staged, alone, reaches_pool, rows, pages)
 
     def _find_simple_bounds(self, memory: CudaMemory) -> SimpleBounds | None:
         """Return the bounds of simple jobs.
@@ -266,7 +270,7 @@ class Lane(ABC):
         if piece.part.direct:
             return "direct"
         is_short = is_last and oldest is None and piece.bytes <= self.short_bytes and self._pinned
-        return "short" if is_short and self._routes[id(piece.part)].short else "staged"
+        return "short" if is_short and self._routes[id(piece.part)].reaches_pool else "staged"
 
     def _change_streams(self, size: int) -> bool:
         """Change to the other copy stream if this one has had its burst; return whether it changed."""
@@ -305,7 +309,7 @@ class Lane(ABC):
         return (CopyPages(part.pages, _BLOCKS, _FIRST, _LAST, _ROWS, *streams, _START, 0, self._done[turn]),)
 
     def _write_short(self, part: Part, turn: int) -> Script:
-        args, kernels = self._host_args[turn], self._routes[id(part)].short
+        args, kernels = self._host_args[turn], self._routes[id(part)].alone
         write = WriteArgs(args, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset)
         return (write, *self._launch(kernels, args, _START, 0, self._done[turn]))
 
@@ -374,9 +378,12 @@ class StoreLane(Lane):
 
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         args, ready = self._device_args[turn], self._ready[turn]
+        # The bus waits for the first piece, and packing takes longer than a gather.
+        routes = self._routes[id(part)]
+        kernels = routes.alone if begins and part.units is not None else routes.staged
         return (
             self._write_args(args, part, turn),
-            *self._launch(self._routes[id(part)].staged, args, _START, _WAIT, ready),
+            *self._launch(kernels, args, _START, _WAIT, ready),
             self._copy(part, turn, self._copy_streams(turn, after), 0, ready, self._done[turn]),
         )
 

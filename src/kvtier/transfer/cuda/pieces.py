@@ -237,7 +237,7 @@ def most_blocks(part: Part, piece_bytes: int) -> int:
 
 def scratch_bytes(units: PackedUnits, num_blocks: int) -> int:
     """Return the bytes of scratch that packing so many blocks at once takes."""
-    return 4 * (MOST_BLOCKS + num_blocks * len(units.base) * (1 + most_kept(units)))
+    return 4 * num_blocks * len(units.base) * (1 + most_kept(units))
 
 
 def most_kept(units: PackedUnits) -> int:
