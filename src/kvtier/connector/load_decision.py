@@ -249,7 +249,7 @@ class LoadDecision:
         return None
 
     def _seconds_left(self, job: LoadJob) -> float:
-        expected = self._cost.load_seconds(job.num_bytes)
+        expected = self._cost.loads.seconds(job.num_bytes)
         return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
 
     def wait_budget(self, state: RequestState, end: int) -> float:
@@ -275,7 +275,7 @@ class LoadDecision:
         """
         free_at = 0.0
         for job in self._running.loads():
-            free_at = max(free_at, job.started) + (self._cost.load_seconds(job.num_bytes) or 0.0)
+            free_at = max(free_at, job.started) + (self._cost.loads.seconds(job.num_bytes) or 0.0)
         return max(0.0, free_at - self._clock())
 
 
@@ -347,7 +347,7 @@ class PromotionDecision:
             tiers = [lookup.tier.name for lookup in lookups]
             answer = self._cost.lookup_seconds(tiers)
             bring = self._cost.promotion_seconds([lookup.cost for lookup in lookups])
-            estimates = map(self._cost.lookup_estimate, tiers)
+            estimates = [self._cost.lookups[tier] for tier in tiers]
             if answer is not None and not is_worth_trying(estimates, answer + (bring or 0.0), compute):
                 self._waits.skip_lookup(wait)
                 return False
@@ -389,8 +389,8 @@ class PromotionDecision:
         compute = self._cost.compute_seconds(there.end - here.end + ahead)
         budget = deadline = self._settings.load_deadline + (expected or 0.0)
         if self._settings.load_if_faster and expected is not None and compute is not None:
-            load = self._cost.load_seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
-            estimates = [self._cost.promotion_estimate(cost.tier) for cost in costs]
+            load = self._cost.loads.seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
+            estimates = [self._cost.promotions[cost.tier] for cost in costs]
             if not is_worth_trying(estimates, expected + load, compute):
                 self._waits.skip_promotion(wait)
                 return False
@@ -433,12 +433,12 @@ class PromotionDecision:
     def learn(self) -> None:
         """Learn the cost of the promotions and lookups that ended since the last call."""
         for time in self._promotions.take_times():
-            _learn(self._cost.promotion_estimate(time.tier), time)
+            _learn(self._cost.promotions[time.tier], time)
             self._times += 1
             if self._times % _LEARN_EVERY == 0:
                 self.keep_estimates()
         for time in self._waits.take_lookup_times():
-            _learn(self._cost.lookup_estimate(time.tier), time)
+            _learn(self._cost.lookups[time.tier], time)
         self._recall_estimates()
 
     def _recall_estimates(self) -> None:
@@ -448,12 +448,12 @@ class PromotionDecision:
         for tier in self.manager.tiers:
             if tier.name not in self._learnt and (learnt := tier.learnt()):
                 self._learnt.add(tier.name)
-                self._cost.promotion_estimate(tier.name).recall(learnt.get("seconds_per_byte"))
+                self._cost.promotions[tier.name].recall(learnt.get("seconds_per_byte"))
 
     def keep_estimates(self) -> None:
         """Have the tiers keep the learnt estimates for a later process."""
         for tier in self.manager.tiers:
-            seconds = self._cost.promotion_estimate(tier.name).seconds_per_byte
+            seconds = self._cost.promotions[tier.name].seconds_per_byte
             if seconds is not None:
                 self._learnt.add(tier.name)
                 tier.learn({"seconds_per_byte": seconds})

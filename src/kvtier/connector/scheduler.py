@@ -391,12 +391,12 @@ class OffloadingConnectorScheduler:
         seconds, world_size = result.transfer_time, self.spec.config.world_size
         if result.success:
             if result.transfer_size and seconds:
-                self.cost.learn_load(result.transfer_size * world_size, seconds)
+                self.cost.loads.learn(result.transfer_size * world_size, seconds)
             return
         waited = self._clock() - job.started
         if seconds is None and waited >= min(job.wait_budget, job.deadline):
             seconds = waited
-        self.cost.learn_lost_load(job.num_bytes, seconds or 0.0)
+        self.cost.loads.learn_lost(job.num_bytes, seconds or 0.0)
 
     def _complete(self, job: LoadJob | StoreJob) -> None:
         if isinstance(job, LoadJob):
@@ -426,7 +426,7 @@ class OffloadingConnectorScheduler:
             job.job_id, job.req_id, sorted(job.missing_ranks), self._clock() - job.started, len(job.keys),
         )  # fmt: skip
         if isinstance(job, LoadJob):
-            self.cost.learn_lost_load(job.num_bytes, self._clock() - job.started)
+            self.cost.loads.learn_lost(job.num_bytes, self._clock() - job.started)
             self._end_load(job)
             return
         # Another running store already stores the other chunks again.
