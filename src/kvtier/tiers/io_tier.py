@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
@@ -60,19 +60,6 @@ _FIRST_PROBE, _LONGEST_PROBE = 1.0, 60.0
 _T = TypeVar("_T")
 
 
-class IOOptions(TypedDict, total=False):
-    """Settings of a tier's I/O. Subclasses of `IOTier` pass them on; its `__init__` has the defaults."""
-
-    threads: int
-    max_in_flight: int
-    """The most bytes that are with the backend at a time."""
-    max_queued: int
-    """The most bytes of demotions that wait for a thread."""
-    clock: Callable[[], float]
-    check_seals: bool
-    """False is a negative control for tests: wrong bytes then pass unnoticed."""
-
-
 class _TierClosedError(Exception):
     """The tier was closed while a thread was opening it."""
 
@@ -90,20 +77,18 @@ class IOTier(Tier):
         name: str,
         row_bytes: int,
         *,
-        threads: int = 8,
-        max_in_flight: int = 16 << 20,
-        max_queued: int = 256 << 20,
+        threads: int,
+        max_in_flight: int,
+        max_queued: int,
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
-        rows_in_flight: int = 4,
         longest_backoff: float = _LONGEST_PROBE,
         slow_failure: float = inf,
         seal_key: SealKey | None = None,
     ) -> None:
         """`longest_backoff`: the most seconds between two probes of a suspended tier.
 
-        A single failure that took `slow_failure` seconds suspends. `seal_key` makes the seals. As many rows
-        as `rows_in_flight` may be with the backend at a time, however large they are.
+        A single failure that took `slow_failure` seconds suspends. `seal_key` makes the seals.
         """
         self.name, self.row_bytes = name, row_bytes
         self._clock = clock
@@ -113,7 +98,7 @@ class IOTier(Tier):
             row_bytes=row_bytes,
             name=name,
             threads=threads,
-            max_in_flight=max(max_in_flight, rows_in_flight * row_bytes),
+            max_in_flight=max(max_in_flight, 4 * row_bytes),
             clock=clock,
             check_seals=check_seals,
             seal_key=seal_key,

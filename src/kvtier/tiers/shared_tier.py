@@ -16,10 +16,11 @@ except for functions that say that they run on an I/O thread.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 from kvtier.config import format_size
 from kvtier.errors import IntegrityError
@@ -27,11 +28,10 @@ from kvtier.keys import OffloadKey, get_offload_group_idx
 from kvtier.residency import MissReason
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBuffer, RowJob, TierResult
 from kvtier.tiers.io_threads import say_error
-from kvtier.tiers.io_tier import REMEMBERED, IOOptions, IOTier
+from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.remote_lookups import InFlightLookup, InFlightLookups, PresenceCache
 from kvtier.tiers.seal import SealKey, SealScope
 
-_THREADS = 4
 _LONGEST_BACKOFF = 5.0
 """The most seconds between two probes of a suspended server: a server that works again is used soon."""
 _SLOW_FAILURE = 0.1
@@ -58,25 +58,31 @@ class SharedTier(IOTier):
         open_backend: Callable[[], Backend],
         *,
         namespace: Callable[[], str | None],
+        threads: int = 4,
+        max_in_flight: int = 16 << 20,
+        max_queued: int = 256 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
         seal_key: SealKey | None = None,
         place: str = "a server",
         sparse_groups: frozenset[int] = frozenset(),
-        **options: Unpack[IOOptions],
     ) -> None:
         """Begin to open the backend: an I/O thread calls `open_backend`, which may block and may fail.
 
         With a `seal_key` only rows sealed with that key are accepted; their names depend on it, too. `place`
         names the server in the log. `sparse_groups` are those of which single chunks of a prefix are stored.
         """
-        threads = options.setdefault("threads", _THREADS)
         super().__init__(
             name,
             row_bytes,
-            rows_in_flight=max(threads, 4),
+            threads=threads,
+            max_in_flight=max(max_in_flight, threads * row_bytes),
+            max_queued=max_queued,
+            clock=clock,
+            check_seals=check_seals,
             longest_backoff=_LONGEST_BACKOFF,
             slow_failure=_SLOW_FAILURE,
             seal_key=seal_key,
-            **options,
         )
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
         self._num_threads, self._sparse_groups = threads, sparse_groups
@@ -84,7 +90,7 @@ class SharedTier(IOTier):
         self._server, self._is_logged = place, False
         self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # lookups from before it was open
         self._suffix = ""  # of the last reset
-        self._known, self._lookups = PresenceCache(REMEMBERED, self._clock), InFlightLookups()
+        self._known, self._lookups = PresenceCache(REMEMBERED, clock), InFlightLookups()
         # Rows of the current scope that a call works on. No row is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Unpack
 
 import numpy as np
 
@@ -25,10 +24,11 @@ from kvtier.policies.slots import ABSENT, slot_array
 from kvtier.residency import BoundedKeyMap, MissReason, OffloadingEvent
 from kvtier.slot_table import NO_SLOTS, ChangeLog, SlotTable
 from kvtier.tiers.base import Backend, BackendRow, Direction, RowBatch, RowJob, TierResult
-from kvtier.tiers.io_tier import REMEMBERED, IOOptions, IOTier
+from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.seal import SealScope
 
 _BAD_ROWS = 2
+_QUEUED_BYTES = 256 << 20
 _DISCARD_WAIT = 0.5
 """How long a discard may wait for deletions, and for writes that have begun."""
 _HOURS = 24
@@ -99,10 +99,22 @@ class SlotTier(IOTier):
         name: str,
         row_bytes: int,
         *,
+        threads: int = 8,
+        max_in_flight: int = 16 << 20,
+        max_queued: int = _QUEUED_BYTES,
         write_limit: WriteLimit | None = None,
-        **options: Unpack[IOOptions],
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
     ) -> None:
-        super().__init__(name, row_bytes, **options)
+        super().__init__(
+            name,
+            row_bytes,
+            threads=threads,
+            max_in_flight=max_in_flight,
+            max_queued=max_queued,
+            clock=clock,
+            check_seals=check_seals,
+        )
         self._limit = write_limit or WriteLimit(None)
         self._table: SlotTable | None = None
         self._offered: BoundedKeyMap[bool] = BoundedKeyMap(REMEMBERED)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,6 @@ from kvtier.tiers.disk.folder import (
     void_places,
 )
 from kvtier.tiers.io_threads import IOCall
-from kvtier.tiers.io_tier import IOOptions
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_tier import SlotTier, WriteLimit
 
@@ -97,12 +96,24 @@ class DiskTier(SlotTier):
         rank: int = 0,
         ranks: int = 1,
         description_bytes: int = 512,
+        threads: int = 8,
+        max_in_flight: int = 16 << 20,
+        max_queued: int = 256 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
         share: float | None = None,
-        **options: Unpack[IOOptions],
     ) -> None:
         """Begin to lock the folder, without waiting; `wait_open` waits for the tier to open."""
-        write_limit = WriteLimit(-(-(config.write_limit or 0) // ranks) or None)
-        super().__init__("disk", row_bytes, write_limit=write_limit, **options)
+        super().__init__(
+            "disk",
+            row_bytes,
+            threads=threads,
+            max_in_flight=max_in_flight,
+            max_queued=max_queued,
+            write_limit=WriteLimit(-(-(config.write_limit or 0) // ranks) or None),
+            clock=clock,
+            check_seals=check_seals,
+        )
         self.config, self._tenant_share = config, share
         self._folder = Path(config.path) / f"rank-{rank}"
         self._rank, self._ranks, self._reported_others = rank, ranks, 0
