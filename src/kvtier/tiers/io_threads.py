@@ -389,7 +389,7 @@ class IOThreads:
                 task.run()
             else:
                 start = time.perf_counter()
-                self._move(task)
+                self._mover.move(self.backend, self.buffer, task)
                 task.seconds = time.perf_counter() - start
             self._ended.append(task)
             if not self._has_ended.is_set():
@@ -463,14 +463,6 @@ class IOThreads:
         """Count the threads busy with demotions. One thread stays free of them. Needs the lock."""
         return sum(batch.job.direction is Direction.DEMOTE for batch in self._batches())
 
-    def _move(self, batch: RowBatch) -> None:
-        """Move the rows of a batch, and write their outcomes into the job."""
-        backend, buffer = self.backend, self.buffer
-        if backend is None or buffer is None:
-            _fail_all(batch, "not open")
-        else:
-            self._mover.move(backend, buffer, batch)
-
 
 class RowMover:
     """Moves the rows of one tier through its backend, and writes the outcome of each into its job.
@@ -484,10 +476,12 @@ class RowMover:
         self._name, self._check_seals, self._seal_key = name, check_seals, seal_key
         self._warned = False
 
-    def move(self, backend: Backend, buffer: RowBuffer, batch: RowBatch) -> None:
+    def move(self, backend: Backend | None, buffer: RowBuffer | None, batch: RowBatch) -> None:
         """Read or write the rows of a batch. An exception of the backend is a failure of all of them."""
         try:
-            if batch.job.direction is Direction.PROMOTE:
+            if backend is None or buffer is None:
+                _fail_all(batch, "not open")
+            elif batch.job.direction is Direction.PROMOTE:
                 self._read(backend, buffer, batch)
             else:
                 self._write(backend, buffer, batch)
