@@ -408,11 +408,12 @@ class IOTier(Tier):
     # -- reports and ends --------------------------------------------------------------------------
 
     def state(self) -> str:
-        """Return the tier's state in a word or two."""
+        """Return the tier's state in a word or two, or in one line why it is not open."""
         if self._closed:
             return "closed"
-        if self._io.backend is None:
-            return "not open"
+        if not self.is_open():
+            why = self.problem or self._waits_for
+            return why or ("waiting for the namespace" if self._lacks_namespace else "opening")
         return "suspended" if any(self._is_suspended(direction) for direction in Direction) else "open"
 
     def stats(self) -> TierStats:

@@ -149,11 +149,10 @@ class SharedTier(IOTier):
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        if not self.is_open():  # an idle engine does not poll: it may be open by now
-            self._take_opened()
+        self._take_opened()
         if not self._is_readable():
             return [None if self.is_awaited() else False] * len(keys)
-        now, may_ask = self._clock(), self._lookups.num_late == 0
+        now, may_ask = self._clock(), not self._lookups.late()
         found = self._known.look_up(keys, now)
         for at, key in enumerate(keys) if None in found else ():
             if found[at] is None:
@@ -165,7 +164,7 @@ class SharedTier(IOTier):
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         if self.is_awaited():
             self._unasked.append((keys, deadline))
-        if not self._is_readable() or self._lookups.num_late:
+        if not self._is_readable() or self._lookups.late():
             return
         new: list[OffloadKey] = []
         for key, found in zip(keys, self.lookup_many(keys), strict=True):
@@ -389,11 +388,6 @@ class SharedTier(IOTier):
         self._io.give_up(MissReason.CLEARED)
 
     # -- reports and ends --------------------------------------------------------------------------
-
-    def state(self) -> str:
-        if not self.is_open() and not self._closed:
-            return self.problem or ("waiting for the namespace" if self.lacks_namespace() else "opening")
-        return super().state()
 
     def check(self) -> None:
         super().check()

@@ -513,13 +513,6 @@ class DiskTier(SlotTier):
 
     # -- reports and ends --------------------------------------------------------------------------
 
-    def state(self) -> str:
-        if self._table is None and not self._closed:
-            if (why := self.problem or self._waits_for) is not None:
-                return why
-            return "waiting for the namespace" if self.lacks_namespace() else "opening"
-        return super().state()
-
     def has_pending_work(self) -> bool:
         recent = self._clock() - self._last_progress < 1.0
         announcing = len(self._to_announce) > 0 or self._describing.is_running
