@@ -371,12 +371,6 @@ class RunningJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[LoadJob | StoreJob]:
-        return iter(self._jobs.values())
-
-    def __contains__(self, job_id: object) -> bool:
-        return job_id in self._jobs
-
     def start(self, job: LoadJob | StoreJob, now: float) -> None:
         """Give a planned job its id."""
         self._newest += 1
