@@ -28,7 +28,7 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.config import KVTierConfig
@@ -41,12 +41,12 @@ from kvtier.offload.base import ChunkLookup, OffloadingManager
 from kvtier.offload.promotions import PromotionRequest, TierTime
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.offload.waits import TierWait
+from kvtier.tiers.base import Tier
 
 _UNKNOWN_BUDGET = 0.05  # seconds to wait for a chunk while the cost of computing it is not known
 _LEAST_BUDGET = 0.05  # seconds; an arrival is seen only when a step ends, and no step is much shorter
 _STEPS = 3  # the running step, the step that orders the load, and the step after which its end is seen
 _SLOWDOWN = 4  # in times of computing: a load expected to be faster that takes this long has gone wrong
-_LEARN_EVERY = 64  # promotions between two writes of the learnt cost to the tiers
 
 
 class PrefixMatch(NamedTuple):
@@ -293,8 +293,6 @@ class PromotionDecision:
         self._settings, self._geometry = settings, geometry
         self._cost, self._prefill, self.manager = cost, prefill, manager
         self._promotions, self._waits = manager.promotions, manager.waits
-        self._learnt: set[str] = set()
-        self._times = 0
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -413,13 +411,9 @@ class PromotionDecision:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def sources(self, state: RequestState) -> Mapping[OffloadKey, str]:
-        """Return the tier of each row that was promoted for a request."""
-        return self._waits.sources(state.context)
-
     def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
         """Count by tier the promoted tokens among those to be loaded up to `end`."""
-        sources = self.sources(state)
+        sources = self._waits.sources(state.context)
         if not sources:
             return {}
         group = state.groups[self._geometry.main_group]
@@ -434,29 +428,18 @@ class PromotionDecision:
         """Learn the cost of the promotions and lookups that ended since the last call."""
         for time in self._promotions.take_times():
             _learn(self._cost.promotions[time.tier], time)
-            self._times += 1
-            if self._times % _LEARN_EVERY == 0:
-                self.keep_estimates()
         for time in self._waits.take_lookup_times():
             _learn(self._cost.lookups[time.tier], time)
-        self._recall_estimates()
-
-    def _recall_estimates(self) -> None:
-        """Begin with the estimates that an earlier process has learnt, unless this one knows better."""
-        if len(self._learnt) == len(self.manager.tiers):
-            return
         for tier in self.manager.tiers:
-            if tier.name not in self._learnt and (learnt := tier.learnt()):
-                self._learnt.add(tier.name)
-                self._cost.promotions[tier.name].recall(learnt.get("seconds_per_byte"))
+            self._share_estimate(tier)
 
-    def keep_estimates(self) -> None:
-        """Have the tiers keep the learnt estimates for a later process."""
-        for tier in self.manager.tiers:
-            seconds = self._cost.promotions[tier.name].seconds_per_byte
-            if seconds is not None:
-                self._learnt.add(tier.name)
-                tier.learn({"seconds_per_byte": seconds})
+    def _share_estimate(self, tier: Tier) -> None:
+        """Begin with the estimate of an earlier process, which a tier has kept, or have it keep ours."""
+        estimate = self._cost.promotions[tier.name]
+        if (seconds := estimate.seconds_per_byte) is None:
+            estimate.recall(tier.prices.get("seconds_per_byte"))
+        else:
+            tier.prices = {"seconds_per_byte": seconds}
 
 
 def _learn(estimate: CostEstimate, time: TierTime) -> None:

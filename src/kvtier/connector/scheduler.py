@@ -188,7 +188,7 @@ class OffloadingConnectorScheduler:
         if end > state.local:
             end = self._audits.choose_end(state, end)
             if state.audit and self._promotion is not None:
-                state.audit_sources = self._promotion.sources(state)
+                state.audit_sources = self._promotion.manager.waits.sources(state.context)
         limited = limit < longest and self._geometry.next_chunk_end(match.reach) <= longest
         self._explainer.explain_match(state, match, end, limited=limited)
         # The last token is always computed.
@@ -617,8 +617,6 @@ class OffloadingConnectorScheduler:
 
     def shutdown(self) -> None:
         """Release the manager and the pool. Idempotent."""
-        if self._promotion is not None:
-            self._promotion.keep_estimates()
         self.manager.shutdown()
         self.spec.shutdown()
 
