@@ -173,16 +173,6 @@ def _last_served(windows: list[_Window], local: int, end: int, alignment: int, o
     return max(end, local)
 
 
-class LoadAnswer(NamedTuple):
-    """The answer to an engine that asks about a request, and the request's match in the pool."""
-
-    end: int | None
-    """The token up to which the request loads: the end of the match, or the local hit if it computes.
-    `None`: it waits, and the engine should ask again.
-    """
-    match: PrefixMatch
-
-
 class LoadDecision:
     """Chooses between loading from the pool, waiting and computing.
 
@@ -205,21 +195,23 @@ class LoadDecision:
         self._cost, self._running, self._prefill, self._clock = cost, running, prefill, clock
         self._manager, self._promotion = manager, promotion
 
-    def decide(self, state: RequestState, limit: int) -> LoadAnswer:
+    def decide(self, state: RequestState, limit: int) -> tuple[int | None, PrefixMatch]:
         """Decide whether a request waits, loads its prefix up to a token before `limit`, or computes it.
 
-        A wait for tiers begins here. Nothing is pinned, and the call may be repeated.
+        Returns the token up to which it loads, which is the local hit if it computes, or `None` if it waits;
+        and its match in the pool. A wait for tiers begins here. Nothing is pinned, and the call may be
+        repeated.
         """
         match = match_prefix(self._geometry, self._manager, state, limit)
         if self._promotion is not None:
             if self._promotion.begin_wait(state, match, limit):
-                return LoadAnswer(None, match)
+                return None, match
             match = self._promotion.ignore_promoting(match)
         if self._should_wait(state, match):
-            return LoadAnswer(None, match)
+            return None, match
         state.waiting_since = None
         is_load = match.end > state.local and self._is_worth_loading(state, match)
-        return LoadAnswer(match.end if is_load else state.local, match)
+        return match.end if is_load else state.local, match
 
     def _should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
         """Return whether the request should wait, because a chunk is on its way and worth the wait."""
