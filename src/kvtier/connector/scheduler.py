@@ -330,7 +330,7 @@ class OffloadingConnectorScheduler:
         taken = [{key: chunks[key] for key in output.keys_to_store if key in chunks} for chunks in wanted]
         keys = [key for chunks in taken for key in chunks]
         lease = WriteLease(self.manager, keys, reordered(output.store_spec, output.keys_to_store, keys))
-        job = plan_store(self.spec.config, state, taken, lease)
+        job = plan_store(self.spec.config, state, taken, lease, StoreJob)
         self._start(job)  # first, because only a started job gives its slots back
         self._describe_chunks(state, taken)
         return job
