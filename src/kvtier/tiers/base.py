@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
@@ -242,7 +243,7 @@ class Tier(ABC):
     """The tier's word in the config, e.g. `disk`. Appears in explanations and metrics."""
     medium: str
     """The tier's word in events."""
-    prices: Mapping[str, float]
+    prices: Mapping[str, float] = MappingProxyType({})
     """What the caller has learnt of the tier's speed, kept for a later process if the tier can. A caller
     that learns more replaces it. Empty, or an earlier process's, until then.
     """

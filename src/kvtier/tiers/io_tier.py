@@ -15,7 +15,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from typing import TypeVar
@@ -91,7 +91,6 @@ class IOTier(Tier):
         A single failure that took `slow_failure` seconds suspends. `seal_key` makes the seals.
         """
         self.name, self.row_bytes = name, row_bytes
-        self.prices: Mapping[str, float] = {}
         self._clock = clock
         self._max_queued = max_queued
         self._scope = SealScope("")
