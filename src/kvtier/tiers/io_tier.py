@@ -375,10 +375,12 @@ class IOTier(Tier):
         return self._health[direction].problem is not None
 
     def _check_health(self) -> None:
-        if self._io.take_stuck(_STUCK_AFTER):
+        stuck, is_starved = self._io.take_stuck(_STUCK_AFTER)
+        if stuck or is_starved:
             self._suspend("a call does not return")
-        for batch in self._io.take_stuck_reads():
-            self._settle_stuck_read(batch)
+        for batch in stuck:
+            if batch.job.direction is Direction.PROMOTE:
+                self._settle_stuck_read(batch)
         suspended = [(way, health) for way, health in self._health.items() if health.problem is not None]
         if not suspended:
             return
