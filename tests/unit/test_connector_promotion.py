@@ -279,6 +279,7 @@ def test_a_lost_promotion_is_a_lower_bound() -> None:
     host.tier.finish(job, outcome=MissReason.TOO_SLOW)
     host.end_step()
     assert host.scheduler.cost.promotions["disk"].seconds_per_byte == pytest.approx(2.0 / (6 * ROW))
+    assert not host.tier.prices, "a later process need not know of one stall"
 
 
 def test_windows_come_first_and_all_or_nothing() -> None:

@@ -58,24 +58,25 @@ class CostEstimate:
     def __init__(self) -> None:
         self.seconds_per_byte: float | None = None
         self._refusals, self._retry_after = 0, _RETRY_AFTER
-        self._has_lost = False  # whether the last transfer had been given up
+        self.is_bound = False
+        """Whether the estimate is only a lower bound: the last transfer was given up."""
 
     def learn(self, num_bytes: int, seconds: float) -> None:
         """Learn from a transfer that arrived."""
         if num_bytes > 0 and seconds > 0:
             # A transfer that arrives disproves the bound of a lost one.
-            known = None if self._has_lost else self.seconds_per_byte
+            known = None if self.is_bound else self.seconds_per_byte
             self.seconds_per_byte = _blend(known, seconds / num_bytes)
-            self._has_lost, self._retry_after = False, _RETRY_AFTER
+            self.is_bound, self._retry_after = False, _RETRY_AFTER
 
     def learn_lost(self, num_bytes: int, seconds: float) -> None:
         """Learn from a transfer that was given up after `seconds`: it would have taken longer."""
         if num_bytes > 0 and seconds > 0:
             self.seconds_per_byte = max(self.seconds_per_byte or 0.0, seconds / num_bytes)
             self._retry_after = min(
-                _RETRY_AFTER, 2 * self._retry_after if self._has_lost else _FIRST_RETRY_AFTER
+                _RETRY_AFTER, 2 * self._retry_after if self.is_bound else _FIRST_RETRY_AFTER
             )
-            self._has_lost, self._refusals = True, 0
+            self.is_bound, self._refusals = True, 0
 
     def recall(self, seconds_per_byte: float | None) -> None:
         """Begin with an estimate learnt by another process, unless one is known."""

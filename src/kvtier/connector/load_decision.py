@@ -430,7 +430,7 @@ class PromotionDecision:
         estimate = self._cost.promotions[tier.name]
         if (seconds := estimate.seconds_per_byte) is None:
             estimate.recall(tier.prices.get("seconds_per_byte"))
-        else:
+        elif not estimate.is_bound:  # a later process should not begin with what one stall has cost
             tier.prices = {"seconds_per_byte": seconds}
 
 
