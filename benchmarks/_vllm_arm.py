@@ -179,8 +179,8 @@ def disk_first_tokens(engine: VllmEngine, length: int) -> dict[str, Any]:
     from_pool = _run(engine, prompt)
     size = after.promoted_bytes - before.promoted_bytes
     expected = {
-        "promote": core.cost.promotion_estimate(after.name).seconds(size),
-        "load": core.cost.load_seconds(size),
+        "promote": core.cost.promotions[after.name].seconds(size),
+        "load": core.cost.loads.seconds(size),
         "compute": core.cost.compute_seconds(length),
     }
     return {

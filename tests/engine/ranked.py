@@ -2,14 +2,14 @@
 all of them.
 
 Ranks hold the same KV, so wherever one of them has a wrong block its logits differ from the others'. What
-the workers say is merged by `OutputAggregator`, on a wire that loses and delays the outputs of single ranks.
+the workers say is merged here, on a wire that loses and delays the outputs of single ranks.
 One process.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -24,7 +24,7 @@ from kvtier.connector import (
     KVConnectorOutput,
     OffloadingConnector,
     OffloadingConnectorMetadata,
-    OutputAggregator,
+    ReqId,
 )
 from kvtier.engine import Engine
 from kvtier.engine.assembly import allocate_kv
@@ -112,6 +112,49 @@ class Wire:
         return [
             [mine[i] if i < len(mine) else KVConnectorOutput() for mine in arriving] for i in range(rounds)
         ]
+
+
+class OutputAggregator:
+    """Merges all ranks' outputs of a step for an engine that goes by them: a request is finished once every
+    rank has named it.
+
+    A block is invalid if any rank says so. Invalid blocks are passed on together with their request, even if
+    that is many steps later, because an engine takes the other blocks of a named request as good."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._sending: dict[ReqId, set[int]] = {}
+        self._recving: dict[ReqId, set[int]] = {}
+        """The ranks that have named a request, the oldest request first."""
+        self._invalid: dict[ReqId, set[int]] = {}
+        """Blocks that did not arrive, by the requests of `_recving` that were named in the same output."""
+
+    def aggregate(self, outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
+        """Merge one step's outputs, one per rank and in the order of the ranks."""
+        merged = KVConnectorOutput()
+        for rank, output in enumerate(outputs):
+            if output.invalid_block_ids:
+                for req_id in output.finished_recving:
+                    self._invalid.setdefault(req_id, set()).update(output.invalid_block_ids)
+            merged.finished_sending |= self._add(self._sending, rank, output.finished_sending)
+            merged.finished_recving |= self._add(self._recving, rank, output.finished_recving)
+            merged.reports += output.reports
+        merged.failed_recving = merged.finished_recving & self._invalid.keys()
+        merged.invalid_block_ids = self._take_invalid(merged.failed_recving)
+        return merged
+
+    def _add(self, named: dict[ReqId, set[int]], rank: int, req_ids: set[ReqId]) -> set[ReqId]:
+        """Record that a rank has named requests, and return the requests that all ranks have named now."""
+        for req_id in req_ids:
+            named.setdefault(req_id, set()).add(rank)
+        complete = {req_id for req_id in req_ids if len(named[req_id]) == self._world_size}
+        for req_id in complete:
+            del named[req_id]
+        return complete
+
+    def _take_invalid(self, failed: set[ReqId]) -> set[int]:
+        """Return the blocks that may belong to these requests."""
+        return set().union(*(self._invalid.pop(req_id) for req_id in failed))
 
 
 class RankedWorkers:

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.engine.drive import tokens
-from tests.engine.ranked import PassFailedError, RankedEngine, RankedModel, Wire
+from tests.engine.ranked import OutputAggregator, PassFailedError, RankedEngine, RankedModel, Wire
 
 from kvtier.config import KVTierConfig, OffloadingConfig
-from kvtier.connector import OutputAggregator, StepView
+from kvtier.connector import StepView
 from kvtier.connector.jobs import RunningJobs
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import EngineConfig, SamplingParams

@@ -266,7 +266,8 @@ def test_stuck_calls_leave_room_for_others() -> None:
         assert gate.begun.acquire(timeout=30)
     now[0] = 3.0
     assert {report.outcome for report in threads.poll()} == {MissReason.TOO_SLOW}
-    assert threads.take_stuck(1.0) == 2
+    stuck, _ = threads.take_stuck(1.0)
+    assert len(stuck) == 2
     submit(threads, Direction.PROMOTE, 2, 2, deadline=100.0)
     assert gate.begun.acquire(timeout=LONG), "two threads and all the room are left"
     gate.open.release(100)
@@ -285,8 +286,8 @@ def test_a_long_call_of_a_job_in_time_is_not_stuck() -> None:
         assert gate.begun.acquire(timeout=30)
     now[0] = 3.0
     assert [result.job.job_id for result in threads.poll()] == [1]
-    assert threads.take_stuck(1.0) == 1
-    assert [batch.job.job_id for batch in threads.take_stuck_reads()] == [1]
+    stuck, is_starved = threads.take_stuck(1.0)
+    assert ([batch.job.job_id for batch in stuck], is_starved) == ([1], False)
     gate.open.release(100)
     assert threads.close(30)
 
@@ -307,11 +308,11 @@ def test_threads_that_are_all_stuck_in_calls_are_noticed() -> None:
     submit(threads, Direction.PROMOTE, 1, 0, deadline=5.0)
     now[0] = 4.0
     threads.poll()
-    assert threads.take_stuck(1.0) == 0, "nobody has waited in vain"
+    assert threads.take_stuck(1.0) == (set(), False), "nobody has waited in vain"
     now[0] = 6.0
     assert [report.outcome for report in threads.poll()] == [MissReason.TOO_SLOW]
-    assert threads.take_stuck(1.0) == 1
-    assert threads.take_stuck(1.0) == 0
+    assert threads.take_stuck(1.0) == (set(), True)
+    assert threads.take_stuck(1.0) == (set(), False)
     go_on.set()
     gate.open.release(100)
     assert threads.close(30)

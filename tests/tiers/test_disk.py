@@ -186,9 +186,9 @@ def test_prices_and_the_write_count_are_kept(tmp_path: Path) -> None:
     settings = {"settings": {"write_limit": 10 * ROW_BYTES}}
     with opened(tmp_path, **settings) as driver:
         driver.store(1, 2, 3)
-        driver.tier.learn({"seconds_per_byte": 1e-9})
+        driver.tier.prices = {"seconds_per_byte": 1e-9}
     with opened(tmp_path, **settings) as driver:
-        assert driver.tier.learnt() == {"seconds_per_byte": 1e-9}
+        assert driver.tier.prices == {"seconds_per_byte": 1e-9}
         assert disk(driver)._limit.room == 7 * ROW_BYTES
 
 

@@ -85,10 +85,10 @@ def test_a_tier_closed_during_a_hang_closes_its_backend_when_the_call_returns(ha
         return faulty
 
     tier = SharedTier("valkey", ROW_BYTES, open_backend, namespace=lambda: "model", threads=2)
+    driver = TierDriver(tier, faulty, ManualClock(1000.0))
     if hanging == "a row":
         assert tier.wait_open()
         faulty.hang()
-        driver = TierDriver(tier, faulty, ManualClock(1000.0))
         assert driver.demote(1)[1] == keys(1)
         assert faulty.hanging.wait(30)
     assert tier.close(0.1) is False
@@ -134,7 +134,13 @@ def test_a_server_that_is_not_there_is_done_without(caplog: pytest.LogCaptureFix
 def test_a_tier_that_opens_is_one_line_with_its_place(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of tiers on servers the log said nothing unless they failed."""
+    """Of tiers on servers the log said nothing unless they failed. The backend then knows the memory."""
+    lent: list[memoryview] = []
+
+    class Server(MemoryServer):
+        def lend(self, memory: memoryview) -> None:
+            lent.append(memory)
+
     caplog.set_level(logging.INFO)
     places = {
         "valkey": "valkey://host:6379/2",
@@ -147,15 +153,13 @@ def test_a_tier_that_opens_is_one_line_with_its_place(
         "mooncake": {"master": "host:1", "metadata": "http://host:2/metadata"},
     }
     config = engine_config(**{kind: settings[kind]})
-    monkeypatch.setattr(factory, "open_backend", lambda *_: MemoryServer())
+    monkeypatch.setattr(factory, "open_backend", lambda *_: Server())
     monkeypatch.setattr(factory, "expect_package", lambda *_: None)
     tier = factory.make_tier(config.settings.tiers[0], config)
     assert isinstance(tier, shared_tier.SharedTier)
+    tier.set_buffer(RowBuffer(memory := memoryview(bytearray(1 << 20)), ROW_BYTES))
     assert tier.wait_open()
-    tier.set_buffer(RowBuffer(memoryview(bytearray(1 << 20)), ROW_BYTES))  # which opens it again
-    driver = TierDriver(tier, FaultyBackend(MemoryServer()), ManualClock(1000.0))
-    driver.wait(tier.is_open)
-    tier.poll()
+    assert lent == [memory]
     (record,) = caplog.records
     assert record.levelname == "INFO"
     said = f"{kind} tier: {places[kind]}: open with rows of 4.0 KiB"

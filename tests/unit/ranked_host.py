@@ -14,8 +14,8 @@ from kvtier.connector import (
     KVConnectorOutput,
     NewRequest,
     OffloadingConnector,
-    OutputAggregator,
     StepView,
+    merge_outputs,
 )
 from kvtier.offload import CPUOffloadingSpec
 from kvtier.testing.faults import FaultPlan, with_faults
@@ -42,14 +42,13 @@ class RankedHost:
             for config, plan in zip(configs, plans, strict=True)
         ]
         self.scheduler = OffloadingConnector(configs[0], ConnectorRole.SCHEDULER)
-        self.aggregator = OutputAggregator(len(configs))
         self.outputs: list[KVConnectorOutput] = []
 
     def step(self, step: StepView) -> KVConnectorOutput:
         """Run a step on all ranks; `outputs` are what each of them says."""
         orders = self.scheduler.build_connector_meta(step)
         self.outputs = [rank.step(orders) for rank in self.ranks]
-        output = self.aggregator.aggregate(self.outputs)
+        output = merge_outputs(self.outputs)
         self.scheduler.update_connector_output(output)
         return output
 

@@ -176,7 +176,7 @@ def test_a_request_without_an_answer_computes_at_the_deadline() -> None:
     assert [host.ask(request) for _ in range(3)] == [0, 0, 0]
     host.host.idle()
     assert len(host.tier.asked) == 1
-    assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == 2.0, "a lower bound"
+    assert host.scheduler.cost.lookups["disk"].seconds_per_byte == 2.0, "a lower bound"
     host.tier.misses = dict.fromkeys(KEYS, MissReason.TOO_SLOW)
     host.tier.held, host.tier.unknown = set(), set()
     host.ask(request)
@@ -213,7 +213,7 @@ def test_the_wait_is_no_longer_than_computing() -> None:
 def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
-    host.scheduler.cost.lookup_estimate("disk").learn(1, 0.03)
+    host.scheduler.cost.lookups["disk"].learn(1, 0.03)
     if is_busy:  # it would wait for its turn anyway
         other = Request("other", list(range(1000, 1100)))
         assert host.ask(other) == 0
@@ -230,7 +230,7 @@ def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
 def test_the_time_of_the_bytes_counts_too() -> None:
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 0.9)
-    host.scheduler.cost.lookup_estimate("disk").learn(1, 0.004)
+    host.scheduler.cost.lookups["disk"].learn(1, 0.004)
     assert host.ask(Request("a", PROMPT)) == 0
 
 
@@ -240,14 +240,14 @@ def test_a_stale_cost_estimate_is_corrected() -> None:
     """
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
-    host.scheduler.cost.lookup_estimate("disk").learn_lost(1, 2.0)
+    host.scheduler.cost.lookups["disk"].learn_lost(1, 2.0)
     refused = 0
     while host.ask(Request(f"r{refused}", PROMPT)) == 0:
         refused += 1
         assert refused < 64
     host.host.idle()
     answer(host)
-    assert host.scheduler.cost.lookup_estimate("disk").seconds_per_byte == pytest.approx(0.01)
+    assert host.scheduler.cost.lookups["disk"].seconds_per_byte == pytest.approx(0.01)
 
 
 def test_known_chunks_are_not_looked_up() -> None:

@@ -186,4 +186,4 @@ def test_a_load_refused_at_once_says_nothing_of_the_bus() -> None:
     job, _ = load(host, Request("b", PROMPT))
     clock.now += 0.03  # a step's time
     host.refuse(job)
-    assert host.scheduler.cost.load_seconds(1) in (None, 0.0)
+    assert host.scheduler.cost.loads.seconds(1) in (None, 0.0)

@@ -96,7 +96,7 @@ class TieredHost:
         """Teach the cost of computing and of the disk."""
         for _ in range(50):
             self.scheduler.cost.learn_step(1000, 1000 * seconds_per_token)
-            self.scheduler.cost.promotion_estimate("disk").learn(10**6, 10**6 * seconds_per_byte)
+            self.scheduler.cost.promotions["disk"].learn(10**6, 10**6 * seconds_per_byte)
 
 
 def test_a_prompt_on_disk_is_promoted_and_then_loaded() -> None:
@@ -260,10 +260,10 @@ def test_cost_estimates_are_learnt_and_kept() -> None:
     host = TieredHost()
     host.tier.prices = {"seconds_per_byte": 3e-9}
     host.end_step()
-    assert host.scheduler.cost.promotion_estimate("disk").seconds_per_byte == 3e-9
+    assert host.scheduler.cost.promotions["disk"].seconds_per_byte == 3e-9
     host.tier.held = set(keys_of(PROMPT))
     host.promote(Request("a", PROMPT))
-    learnt = host.scheduler.cost.promotion_estimate("disk").seconds_per_byte
+    learnt = host.scheduler.cost.promotions["disk"].seconds_per_byte
     assert learnt != 3e-9
     host.scheduler.shutdown()
     assert host.tier.prices == {"seconds_per_byte": learnt}
@@ -278,7 +278,8 @@ def test_a_lost_promotion_is_a_lower_bound() -> None:
     host.clock.now = 2.0
     host.tier.finish(job, outcome=MissReason.TOO_SLOW)
     host.end_step()
-    assert host.scheduler.cost.promotion_estimate("disk").seconds_per_byte == pytest.approx(2.0 / (6 * ROW))
+    assert host.scheduler.cost.promotions["disk"].seconds_per_byte == pytest.approx(2.0 / (6 * ROW))
+    assert not host.tier.prices, "a later process need not know of one stall"
 
 
 def test_windows_come_first_and_all_or_nothing() -> None:

@@ -474,7 +474,7 @@ def test_no_convoy_where_computing_is_faster_than_the_load_under_way() -> None:
     clock = Clock()
     host = make_host(clock=clock)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.learn_load(64, 10.0)
+    host.scheduler.cost.loads.learn(64, 10.0)
     load(host, Request("b", PROMPT))
     host.scheduler.cost.learn_step(1000, 0.001)
     assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (0, False)
@@ -485,7 +485,7 @@ def test_a_load_slower_than_computing_is_not_done_unless_told_so() -> None:
     for settings, expected in (({}, (0, False)), ({"load_if_faster": False}, (24, True))):
         host = make_host(**settings)  # type: ignore[arg-type]
         host.cache(Request("a", PROMPT))
-        host.scheduler.cost.learn_load(64, 10.0)
+        host.scheduler.cost.loads.learn(64, 10.0)
         host.scheduler.cost.learn_step(1000, 0.001)
         request = Request("b", PROMPT)
         assert host.scheduler.get_num_new_matched_tokens(request, 0) == expected
@@ -699,7 +699,7 @@ def test_a_load_that_should_be_in_does_not_hold_up_the_next() -> None:
     for index, prompt in enumerate((first, second)):
         host.cache(Request(f"cached {index}", prompt))
     host.scheduler.cost.learn_step(100, 4.0)  # a prompt takes a second to compute, and 0.6 to load
-    host.scheduler.cost.learn_load(_load_bytes(host, 24), 0.6)
+    host.scheduler.cost.loads.learn(_load_bytes(host, 24), 0.6)
     load(host, Request("b", first))
     assert host.scheduler.get_num_new_matched_tokens(Request("c", second), 0) == (0, False), (
         "1.2 s with the wait"
@@ -717,7 +717,7 @@ def test_prompts_that_wait_to_be_computed_speak_for_a_load() -> None:
     for index, prompt in enumerate(prompts):
         host.cache(Request(f"cached {index}", prompt))
     host.scheduler.cost.learn_step(100, 4.0)
-    host.scheduler.cost.learn_load(_load_bytes(host, 24), 0.4)
+    host.scheduler.cost.loads.learn(_load_bytes(host, 24), 0.4)
     loaded = []
     for index, prompt in enumerate(prompts):
         request = Request(f"again {index}", prompt)

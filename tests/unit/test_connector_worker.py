@@ -25,8 +25,8 @@ from kvtier.connector import (
     NewRequest,
     OffloadingConnector,
     OffloadingConnectorMetadata,
-    OutputAggregator,
     StepView,
+    merge_outputs,
 )
 from kvtier.errors import InputError
 from kvtier.offload import (
@@ -72,14 +72,15 @@ def ranks(request: pytest.FixtureRequest, config: OffloadingConfig) -> Iterator[
 
 
 def step_all(
-    ranks: Ranks, aggregator: OutputAggregator, metadata: OffloadingConnectorMetadata
+    scheduler: OffloadingConnector, ranks: Ranks, metadata: OffloadingConnectorMetadata
 ) -> KVConnectorOutput:
-    return aggregator.aggregate([rank.step(metadata) for rank in ranks])
+    output = merge_outputs([rank.step(metadata) for rank in ranks])
+    scheduler.update_connector_output(output)
+    return output
 
 
 def test_two_ranks_store_and_load_the_bytes_of_their_own(config: OffloadingConfig, ranks: Ranks) -> None:
     scheduler = OffloadingConnector(config, ConnectorRole.SCHEDULER)
-    aggregator = OutputAggregator(2)
     for rank, owner in enumerate(ranks):
         owner.fill(rank + 1)
     first = Request("a", PROMPT)
@@ -89,7 +90,7 @@ def test_two_ranks_store_and_load_the_bytes_of_their_own(config: OffloadingConfi
         StepView(new=[NewRequest("a", (blocks,), 0)], num_scheduled_tokens={"a": 26})
     )
     kept = [owner.blocks(blocks[:6]) for owner in ranks]
-    scheduler.update_connector_output(step_all(ranks, aggregator, meta))
+    step_all(scheduler, ranks, meta)
     assert scheduler.request_finished(first) == (False, None)
     for owner in ranks:
         owner.fill(99)
@@ -97,10 +98,9 @@ def test_two_ranks_store_and_load_the_bytes_of_their_own(config: OffloadingConfi
     assert scheduler.get_num_new_matched_tokens(again, 0) == (24, True)
     target = [20, 14, 15, 21, 11, 10]
     scheduler.update_state_after_alloc(again, (target,), 24)
-    output = step_all(ranks, aggregator, scheduler.build_connector_meta(StepView()))
+    output = step_all(scheduler, ranks, scheduler.build_connector_meta(StepView()))
     assert output.finished_recving == {"b"}
     assert not output.invalid_block_ids
-    scheduler.update_connector_output(output)
     for owner, bytes_of in zip(ranks, kept, strict=True):
         assert torch.equal(owner.blocks(target), bytes_of)
     assert not torch.equal(kept[0], kept[1]), "ranks hold different bytes, or this shows nothing"
@@ -111,19 +111,16 @@ def test_a_finished_request_is_named_when_its_stores_are_over_on_every_rank(
     config: OffloadingConfig, ranks: Ranks
 ) -> None:
     scheduler = OffloadingConnector(config, ConnectorRole.SCHEDULER)
-    aggregator = OutputAggregator(2)
     request = Request("a", PROMPT)
     scheduler.get_num_new_matched_tokens(request, 0)
     meta = scheduler.build_connector_meta(
         StepView(new=[NewRequest("a", ([1, 2, 3, 4, 5, 6, 7],), 0)], num_scheduled_tokens={"a": 26})
     )
     assert scheduler.request_finished(request) == (True, None)
-    outputs = [rank.step(meta) for rank in ranks]
-    first = aggregator.aggregate(outputs)
-    scheduler.update_connector_output(first)
+    first = step_all(scheduler, ranks, meta)
     named = set(first.finished_sending)
-    second = step_all(ranks, aggregator, scheduler.build_connector_meta(StepView(finished_req_ids={"a"})))
-    named |= second.finished_sending
+    ending = scheduler.build_connector_meta(StepView(finished_req_ids={"a"}))
+    named |= step_all(scheduler, ranks, ending).finished_sending
     assert named == {"a"}
     assert not scheduler.has_pending_push_work()
     scheduler.shutdown()
@@ -165,40 +162,6 @@ def test_misuse_is_said_clearly(config: OffloadingConfig) -> None:
 def expect_input_error(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         call()
-
-
-def test_outputs_are_merged_when_every_rank_has_spoken() -> None:
-    aggregator = OutputAggregator(2)
-    one = aggregator.aggregate([KVConnectorOutput({"a"}, {"b"}), KVConnectorOutput()])
-    assert (one.finished_sending, one.finished_recving) == (set(), set())
-    two = aggregator.aggregate([KVConnectorOutput({"a"}, {"b"}), KVConnectorOutput()])
-    assert (two.finished_sending, two.finished_recving) == (set(), set()), "one rank said it twice"
-    three = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput({"a"}, {"b"})])
-    assert (three.finished_sending, three.finished_recving) == ({"a"}, {"b"})
-
-
-def test_blocks_that_did_not_arrive_are_told_with_their_request_and_not_before() -> None:
-    """An engine takes the blocks of a request as good when it is named, and forgets what it was told of
-    others.
-    """
-    aggregator = OutputAggregator(2)
-    one = aggregator.aggregate([KVConnectorOutput(set(), {"b"}, {3}), KVConnectorOutput()])
-    assert (one.finished_recving, one.invalid_block_ids) == (set(), set())
-    nothing = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput()])
-    assert nothing.invalid_block_ids == set()
-    two = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(set(), {"b"}, {4})])
-    assert (two.finished_recving, two.invalid_block_ids) == ({"b"}, {3, 4})
-    assert aggregator.aggregate([KVConnectorOutput()] * 2).invalid_block_ids == set()
-
-
-def test_blocks_named_beside_two_requests_are_told_with_both() -> None:
-    """A rank does not say which of the requests that it names a block belongs to."""
-    aggregator = OutputAggregator(2)
-    aggregator.aggregate([KVConnectorOutput(set(), {"a", "b"}, {3}), KVConnectorOutput()])
-    first = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(set(), {"a"})])
-    assert (first.finished_recving, first.invalid_block_ids) == ({"a"}, {3})
-    second = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(set(), {"b"})])
-    assert (second.finished_recving, second.invalid_block_ids) == ({"b"}, {3})
 
 
 class Unruly(OffloadingHandler):
@@ -258,8 +221,9 @@ def test_jobs_of_a_step_that_was_cut_off_are_reported_with_the_next(config: Offl
     outputs = [rank.step(OffloadingConnectorMetadata()) for _ in range(3)]
     reports = [report.result for output in outputs for report in output.reports]
     assert {(result.job_id, result.success) for result in reports} == {(1, True), (2, False)}
-    merged = OutputAggregator(1).aggregate(outputs)
-    assert (len(reports), merged.finished_sending, merged.finished_recving) == (2, {"a"}, {"b"})
+    sending = [req_id for output in outputs for req_id in output.finished_sending]
+    recving = [req_id for output in outputs for req_id in output.finished_recving]
+    assert (len(reports), sending, recving) == (2, ["a"], ["b"])
     assert not any(output.invalid_block_ids for output in outputs)
     rank.close()
 
@@ -456,22 +420,6 @@ def test_a_request_that_was_named_is_not_in_the_rest_of_the_output(config: Offlo
     assert [report.result.job_id for report in rest.reports] == [7]
     rank.worker.clear_connector_metadata()
     rank.close()
-
-
-def test_the_wait_for_a_rank_to_name_requests_is_bounded() -> None:
-    """Three containers grew by an entry for every output that was lost, and each step looked at all."""
-    aggregator = OutputAggregator(2, most_waiting=8)
-    for number in range(100):
-        named = {f"r{number}"}
-        merged = aggregator.aggregate([KVConnectorOutput(named, named, {number}), KVConnectorOutput()])
-        assert merged == KVConnectorOutput()
-    sizes = [len(kept) for kept in (aggregator._sending, aggregator._recving, aggregator._invalid)]
-    assert sizes == [8, 8, 8]
-    late = {"r98", "r99"}
-    merged = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(late, late)])
-    assert merged == KVConnectorOutput(late, late, {98, 99}, [], late), "the newest are known"
-    sizes = [len(kept) for kept in (aggregator._sending, aggregator._recving, aggregator._invalid)]
-    assert sizes == [6, 6, 6]
 
 
 # Engines that write to blocks before they say so.

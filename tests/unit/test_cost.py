@@ -11,7 +11,7 @@ from kvtier.offload.promotions import TierCost
 def test_every_load_is_worth_doing_until_both_costs_are_known() -> None:
     cost = CostModel()
     assert cost.worth_loading(1 << 40, 1)
-    cost.learn_load(100, 1.0)
+    cost.loads.learn(100, 1.0)
     assert cost.worth_loading(1 << 40, 1)
     assert cost.compute_seconds(10) is None
 
@@ -26,17 +26,17 @@ def test_decode_steps_say_nothing_about_prefill() -> None:
 
 def test_averages_follow_the_newest_samples() -> None:
     cost = CostModel()
-    cost.learn_load(100, 1.0)
+    cost.loads.learn(100, 1.0)
     for _ in range(50):
-        cost.learn_load(100, 3.0)
-    seconds = cost.load_seconds(100)
+        cost.loads.learn(100, 3.0)
+    seconds = cost.loads.seconds(100)
     assert seconds is not None
     assert 2.9 < seconds <= 3.0
 
 
 def test_a_refusal_is_not_permanent() -> None:
     cost = CostModel()
-    cost.learn_load(1, 1.0)
+    cost.loads.learn(1, 1.0)
     cost.learn_step(1000, 0.001)
     answers = [cost.worth_loading(1000, 1) for _ in range(200)]
     assert 0 < sum(answers) < 10
@@ -57,13 +57,13 @@ def test_steps_in_flight_end_in_the_order_in_which_they_began() -> None:
 
 def test_a_load_that_was_given_up_is_a_lower_bound_until_one_arrives() -> None:
     cost = CostModel()
-    cost.learn_load(1000, 0.001)
-    cost.learn_lost_load(1000, 2.0)
-    assert cost.load_seconds(1000) == 2.0
-    cost.learn_lost_load(1000, 0.5)
-    assert cost.load_seconds(1000) == 2.0, "the bound is weaker than the known one"
-    cost.learn_load(1000, 0.001)
-    assert cost.load_seconds(1000) == 0.001, (
+    cost.loads.learn(1000, 0.001)
+    cost.loads.learn_lost(1000, 2.0)
+    assert cost.loads.seconds(1000) == 2.0
+    cost.loads.learn_lost(1000, 0.5)
+    assert cost.loads.seconds(1000) == 2.0, "the bound is weaker than the known one"
+    cost.loads.learn(1000, 0.001)
+    assert cost.loads.seconds(1000) == 0.001, (
         "the bus moves again, and one stall is not held against it for long"
     )
 
@@ -72,11 +72,11 @@ def test_a_bus_that_stood_still_is_retried_less_and_less_often() -> None:
     cost = CostModel()
     cost.learn_step(1000, 0.1)
     tries = []
-    cost.learn_lost_load(1000, 2.0)
+    cost.loads.learn_lost(1000, 2.0)
     for ask in range(1, 300):
         if cost.worth_loading(1000, 100):
             tries.append(ask)
-            cost.learn_lost_load(1000, 2.0)
+            cost.loads.learn_lost(1000, 2.0)
     assert tries == [4, 12, 28, 60, 124, 188, 252]
 
 
@@ -85,22 +85,22 @@ def test_each_tier_has_its_own_estimate() -> None:
     disk, distant = TierCost("disk", 1000, 1000), TierCost("object", 1000, 0)
     assert cost.promotion_seconds([]) == 0.0
     assert cost.promotion_seconds([disk]) is None
-    cost.promotion_estimate("disk").learn(1000, 0.1)
+    cost.promotions["disk"].learn(1000, 0.1)
     assert cost.promotion_seconds([disk]) == pytest.approx(0.2), "behind the queued bytes"
     assert cost.promotion_seconds([disk, distant]) is None
-    cost.promotion_estimate("object").learn(1000, 1.0)
+    cost.promotions["object"].learn(1000, 1.0)
     assert cost.promotion_seconds([disk, distant]) == pytest.approx(1.0), "tiers work in parallel"
-    cost.promotion_estimate("disk").learn_lost(1000, 5.0)
+    cost.promotions["disk"].learn_lost(1000, 5.0)
     assert cost.promotion_seconds([disk]) == pytest.approx(10.0)
-    assert cost.load_seconds(1000) is None, "a slow disk says nothing about the bus"
+    assert cost.loads.seconds(1000) is None, "a slow disk says nothing about the bus"
 
 
 def test_a_slow_tier_is_tried_again_now_and_then() -> None:
     cost = CostModel()
-    cost.promotion_estimate("disk").learn(1000, 1.0)
-    answers = [is_worth_trying([cost.promotion_estimate("disk")], 1.0, 0.1) for _ in range(200)]
+    cost.promotions["disk"].learn(1000, 1.0)
+    answers = [is_worth_trying([cost.promotions["disk"]], 1.0, 0.1) for _ in range(200)]
     assert 0 < sum(answers) < 10
-    assert is_worth_trying([cost.promotion_estimate("disk")], 0.1, 0.1)
+    assert is_worth_trying([cost.promotions["disk"]], 0.1, 0.1)
 
 
 def test_an_estimate_of_another_process_is_used_if_nothing_is_known() -> None:

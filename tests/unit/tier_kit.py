@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -161,12 +161,6 @@ class HandTier(Tier):
     def take_events(self) -> list[OffloadingEvent]:
         events, self._events = self._events, []
         return events
-
-    def learn(self, prices: Mapping[str, float]) -> None:
-        self.prices = dict(prices)
-
-    def learnt(self) -> dict[str, float]:
-        return self.prices
 
     def stats(self) -> TierStats:
         raise NotImplementedError

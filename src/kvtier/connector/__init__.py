@@ -14,11 +14,11 @@ from kvtier.connector.metadata import (
     KVConnectorOutput,
     NewRequest,
     OffloadingConnectorMetadata,
-    OutputAggregator,
     ReqId,
     RequestView,
     StepView,
     TransferReport,
+    merge_outputs,
     yield_req_data,
 )
 from kvtier.connector.metrics import ConnectorStats
@@ -41,12 +41,12 @@ __all__ = [
     "OffloadingConnectorMetadata",
     "OffloadingConnectorScheduler",
     "OffloadingConnectorWorker",
-    "OutputAggregator",
     "ReqId",
     "RequestView",
     "StepView",
     "TransferReport",
     "TransferSpec",
+    "merge_outputs",
     "read_params",
     "yield_req_data",
 ]

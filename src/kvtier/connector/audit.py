@@ -19,11 +19,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from random import Random
 
 from kvtier.config import OffloadingConfig
-from kvtier.connector.jobs import StoreJob, gpu_end_of
+from kvtier.connector.jobs import StoreJob, plan_store
 from kvtier.connector.load_decision import match_prefix
 from kvtier.connector.metadata import OffloadingConnectorMetadata, ReqId, TransferReport
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
@@ -178,17 +179,9 @@ class Audits:
                 scratch.abandon()
             kept.release()
             return None
-        gpu_end, num_bytes = gpu_end_of(self._config, state, chunks)
-        return AuditJob(
-            request=state,
-            keys=scratch_keys,
-            gpu_end=gpu_end,
-            num_bytes=num_bytes,
-            missing_ranks=set(self._config.storing_ranks),
-            deadline=self._config.settings.store_deadline,
-            lease=scratch,
-            kept=kept,
-            sources={key: state.audit_sources.get(key, "cpu") for key in keys},
+        sources = {key: state.audit_sources.get(key, "cpu") for key in keys}
+        return plan_store(
+            self._config, state, chunks, scratch, partial(AuditJob, kept=kept, sources=sources)
         )
 
     def _take_computed(

@@ -12,7 +12,7 @@ tier that stood still may move again. The scheduler's side of the connector uses
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 from kvtier.connector.metadata import ReqId
@@ -58,24 +58,25 @@ class CostEstimate:
     def __init__(self) -> None:
         self.seconds_per_byte: float | None = None
         self._refusals, self._retry_after = 0, _RETRY_AFTER
-        self._has_lost = False  # whether the last transfer had been given up
+        self.is_bound = False
+        """Whether the estimate is only a lower bound: the last transfer was given up."""
 
     def learn(self, num_bytes: int, seconds: float) -> None:
         """Learn from a transfer that arrived."""
         if num_bytes > 0 and seconds > 0:
             # A transfer that arrives disproves the bound of a lost one.
-            known = None if self._has_lost else self.seconds_per_byte
+            known = None if self.is_bound else self.seconds_per_byte
             self.seconds_per_byte = _blend(known, seconds / num_bytes)
-            self._has_lost, self._retry_after = False, _RETRY_AFTER
+            self.is_bound, self._retry_after = False, _RETRY_AFTER
 
     def learn_lost(self, num_bytes: int, seconds: float) -> None:
         """Learn from a transfer that was given up after `seconds`: it would have taken longer."""
         if num_bytes > 0 and seconds > 0:
             self.seconds_per_byte = max(self.seconds_per_byte or 0.0, seconds / num_bytes)
             self._retry_after = min(
-                _RETRY_AFTER, 2 * self._retry_after if self._has_lost else _FIRST_RETRY_AFTER
+                _RETRY_AFTER, 2 * self._retry_after if self.is_bound else _FIRST_RETRY_AFTER
             )
-            self._has_lost, self._refusals = True, 0
+            self.is_bound, self._refusals = True, 0
 
     def recall(self, seconds_per_byte: float | None) -> None:
         """Begin with an estimate learnt by another process, unless one is known."""
@@ -93,41 +94,24 @@ class CostEstimate:
 
 
 class CostModel:
-    """Estimates the time of loads, of promotions and remote lookups by tier, and of recomputation."""
+    """Estimates the time of loads, of promotions and remote lookups by tier, and of recomputation.
+
+    Callers read and teach the estimates of transfers.
+    """
 
     def __init__(self) -> None:
-        self._bus = CostEstimate()
-        self._tiers: dict[str, CostEstimate] = {}
-        self._lookups: dict[str, CostEstimate] = {}
+        self.loads = CostEstimate()
+        self.promotions: defaultdict[str, CostEstimate] = defaultdict(CostEstimate)
+        self.lookups: defaultdict[str, CostEstimate] = defaultdict(CostEstimate)
         self._seconds_per_token: float | None = None
         self.slowest_step = 0.0
         """Seconds of the slowest recent step; this maximum falls by half in `_HALF_LIFE` steps."""
-
-    def learn_load(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a load that arrived."""
-        self._bus.learn(num_bytes, seconds)
-
-    def learn_lost_load(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a load that was given up after `seconds`: it would have taken longer."""
-        self._bus.learn_lost(num_bytes, seconds)
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` tokens."""
         self.slowest_step = max(seconds, self.slowest_step * _FADING)
         if num_tokens >= _MIN_STEP_TOKENS and seconds > 0:
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
-
-    def promotion_estimate(self, tier: str) -> CostEstimate:
-        """Return the estimate of a tier's promotions, which the caller may read and teach."""
-        return self._tiers.setdefault(tier, CostEstimate())
-
-    def lookup_estimate(self, tier: str) -> CostEstimate:
-        """Return the estimate of a tier's remote lookups, which the caller may read and teach."""
-        return self._lookups.setdefault(tier, CostEstimate())
-
-    def load_seconds(self, num_bytes: int) -> float | None:
-        """Estimate how long a load takes; `None` means that nothing is known yet."""
-        return self._bus.seconds(num_bytes)
 
     def promotion_seconds(self, costs: Iterable[TierCost]) -> float | None:
         """Estimate how long promotions take behind those that are queued. Tiers work in parallel.
@@ -136,7 +120,7 @@ class CostModel:
         """
         longest = 0.0
         for cost in costs:
-            seconds = self.promotion_estimate(cost.tier).seconds(cost.num_bytes + cost.queued_bytes)
+            seconds = self.promotions[cost.tier].seconds(cost.num_bytes + cost.queued_bytes)
             if seconds is None:
                 return None
             longest = max(longest, seconds)
@@ -144,7 +128,7 @@ class CostModel:
 
     def lookup_seconds(self, tiers: Iterable[str]) -> float | None:
         """Estimate how long tiers take to answer in parallel; `None` means that this is not known yet."""
-        seconds = [self.lookup_estimate(tier).seconds(1) for tier in tiers]
+        seconds = [self.lookups[tier].seconds(1) for tier in tiers]
         known = [second for second in seconds if second is not None]
         return max(known, default=0.0) if len(known) == len(seconds) else None
 
@@ -154,8 +138,8 @@ class CostModel:
 
     def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
         """Return whether waiting and then loading should be faster than computing the tokens."""
-        load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
-        return load is None or compute is None or is_worth_trying([self._bus], wait + load, compute)
+        load, compute = self.loads.seconds(num_bytes), self.compute_seconds(num_tokens)
+        return load is None or compute is None or is_worth_trying([self.loads], wait + load, compute)
 
 
 def is_worth_trying(estimates: Iterable[CostEstimate], expected: float, compute: float) -> bool:

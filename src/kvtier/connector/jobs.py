@@ -12,9 +12,10 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 from kvtier.config import OffloadingConfig, Recompute
 from kvtier.connector.metadata import EndOrder, OffloadingConnectorMetadata, ReqId, TransferReport
@@ -217,6 +218,9 @@ class StoreJob(PlannedJob):
         self.lease.commit()
 
 
+S = TypeVar("S", bound=StoreJob)
+
+
 def _gpu_end(config: OffloadingConfig, blocks: list[tuple[int, list[int]]]) -> tuple[GPULoadStoreSpec, int]:
     """Return the GPU end of a job, and its bytes over all ranks.
 
@@ -312,35 +316,32 @@ def chunks_to_store(
 
 
 def plan_store(
-    config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]], lease: WriteLease
-) -> StoreJob:
-    """Plan the store of whole chunks, given by group: the key of each and its position."""
-    gpu_end, num_bytes = gpu_end_of(config, state, chunks)
-    return StoreJob(
+    config: OffloadingConfig,
+    state: RequestState,
+    chunks: list[dict[OffloadKey, int]],
+    lease: WriteLease,
+    make: Callable[..., S],
+) -> S:
+    """Plan the store of whole chunks, given by group: the key of each and its position.
+
+    `make` is `StoreJob`, or makes a job of a kind of its own.
+    """
+    per_chunk = config.settings.blocks_per_chunk
+    positions = [list(chunks_of_group.values()) for chunks_of_group in chunks]
+    blocks = [
+        (at[0] * per_chunk if at else 0, group.blocks_of(at))
+        for group, at in zip(state.groups, positions, strict=True)
+    ]
+    gpu_end, num_bytes = _gpu_end(config, blocks)
+    return make(
         request=state,
         keys=lease.keys,
         gpu_end=gpu_end,
-        num_bytes=num_bytes,
+        num_bytes=num_bytes // config.replicas,
         missing_ranks=set(config.storing_ranks),
         deadline=config.settings.store_deadline,
         lease=lease,
     )
-
-
-def gpu_end_of(
-    config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]
-) -> tuple[GPULoadStoreSpec, int]:
-    """Return the GPU end of a store of whole chunks, and its bytes over all ranks that store."""
-    per_chunk = config.settings.blocks_per_chunk
-    positions = [list(chunks_of_group.values()) for chunks_of_group in chunks]
-    gpu_end, num_bytes = _gpu_end(
-        config,
-        [
-            (at[0] * per_chunk if at else 0, group.blocks_of(at))
-            for group, at in zip(state.groups, positions, strict=True)
-        ],
-    )
-    return gpu_end, num_bytes // config.replicas
 
 
 def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKey]) -> LoadStoreSpec:
@@ -370,12 +371,6 @@ class RunningJobs:
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    def __iter__(self) -> Iterator[LoadJob | StoreJob]:
-        return iter(self._jobs.values())
-
-    def __contains__(self, job_id: object) -> bool:
-        return job_id in self._jobs
 
     def start(self, job: LoadJob | StoreJob, now: float) -> None:
         """Give a planned job its id."""

@@ -28,7 +28,7 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.config import KVTierConfig
@@ -41,12 +41,12 @@ from kvtier.offload.base import ChunkLookup, OffloadingManager
 from kvtier.offload.promotions import PromotionRequest, TierTime
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.offload.waits import TierWait
+from kvtier.tiers.base import Tier
 
 _UNKNOWN_BUDGET = 0.05  # seconds to wait for a chunk while the cost of computing it is not known
 _LEAST_BUDGET = 0.05  # seconds; an arrival is seen only when a step ends, and no step is much shorter
 _STEPS = 3  # the running step, the step that orders the load, and the step after which its end is seen
 _SLOWDOWN = 4  # in times of computing: a load expected to be faster that takes this long has gone wrong
-_LEARN_EVERY = 64  # promotions between two writes of the learnt cost to the tiers
 
 
 class PrefixMatch(NamedTuple):
@@ -173,16 +173,6 @@ def _last_served(windows: list[_Window], local: int, end: int, alignment: int, o
     return max(end, local)
 
 
-class LoadAnswer(NamedTuple):
-    """The answer to an engine that asks about a request, and the request's match in the pool."""
-
-    end: int | None
-    """The token up to which the request loads: the end of the match, or the local hit if it computes.
-    `None`: it waits, and the engine should ask again.
-    """
-    match: PrefixMatch
-
-
 class LoadDecision:
     """Chooses between loading from the pool, waiting and computing.
 
@@ -205,21 +195,23 @@ class LoadDecision:
         self._cost, self._running, self._prefill, self._clock = cost, running, prefill, clock
         self._manager, self._promotion = manager, promotion
 
-    def decide(self, state: RequestState, limit: int) -> LoadAnswer:
+    def decide(self, state: RequestState, limit: int) -> tuple[int | None, PrefixMatch]:
         """Decide whether a request waits, loads its prefix up to a token before `limit`, or computes it.
 
-        A wait for tiers begins here. Nothing is pinned, and the call may be repeated.
+        Returns the token up to which it loads, which is the local hit if it computes, or `None` if it waits;
+        and its match in the pool. A wait for tiers begins here. Nothing is pinned, and the call may be
+        repeated.
         """
         match = match_prefix(self._geometry, self._manager, state, limit)
         if self._promotion is not None:
             if self._promotion.begin_wait(state, match, limit):
-                return LoadAnswer(None, match)
+                return None, match
             match = self._promotion.ignore_promoting(match)
         if self._should_wait(state, match):
-            return LoadAnswer(None, match)
+            return None, match
         state.waiting_since = None
         is_load = match.end > state.local and self._is_worth_loading(state, match)
-        return LoadAnswer(match.end if is_load else state.local, match)
+        return match.end if is_load else state.local, match
 
     def _should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
         """Return whether the request should wait, because a chunk is on its way and worth the wait."""
@@ -249,7 +241,7 @@ class LoadDecision:
         return None
 
     def _seconds_left(self, job: LoadJob) -> float:
-        expected = self._cost.load_seconds(job.num_bytes)
+        expected = self._cost.loads.seconds(job.num_bytes)
         return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
 
     def wait_budget(self, state: RequestState, end: int) -> float:
@@ -275,7 +267,7 @@ class LoadDecision:
         """
         free_at = 0.0
         for job in self._running.loads():
-            free_at = max(free_at, job.started) + (self._cost.load_seconds(job.num_bytes) or 0.0)
+            free_at = max(free_at, job.started) + (self._cost.loads.seconds(job.num_bytes) or 0.0)
         return max(0.0, free_at - self._clock())
 
 
@@ -293,8 +285,6 @@ class PromotionDecision:
         self._settings, self._geometry = settings, geometry
         self._cost, self._prefill, self.manager = cost, prefill, manager
         self._promotions, self._waits = manager.promotions, manager.waits
-        self._learnt: set[str] = set()
-        self._times = 0
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -347,7 +337,7 @@ class PromotionDecision:
             tiers = [lookup.tier.name for lookup in lookups]
             answer = self._cost.lookup_seconds(tiers)
             bring = self._cost.promotion_seconds([lookup.cost for lookup in lookups])
-            estimates = map(self._cost.lookup_estimate, tiers)
+            estimates = [self._cost.lookups[tier] for tier in tiers]
             if answer is not None and not is_worth_trying(estimates, answer + (bring or 0.0), compute):
                 self._waits.skip_lookup(wait)
                 return False
@@ -389,8 +379,8 @@ class PromotionDecision:
         compute = self._cost.compute_seconds(there.end - here.end + ahead)
         budget = deadline = self._settings.load_deadline + (expected or 0.0)
         if self._settings.load_if_faster and expected is not None and compute is not None:
-            load = self._cost.load_seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
-            estimates = [self._cost.promotion_estimate(cost.tier) for cost in costs]
+            load = self._cost.loads.seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
+            estimates = [self._cost.promotions[cost.tier] for cost in costs]
             if not is_worth_trying(estimates, expected + load, compute):
                 self._waits.skip_promotion(wait)
                 return False
@@ -413,13 +403,9 @@ class PromotionDecision:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def sources(self, state: RequestState) -> Mapping[OffloadKey, str]:
-        """Return the tier of each row that was promoted for a request."""
-        return self._waits.sources(state.context)
-
     def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
         """Count by tier the promoted tokens among those to be loaded up to `end`."""
-        sources = self.sources(state)
+        sources = self._waits.sources(state.context)
         if not sources:
             return {}
         group = state.groups[self._geometry.main_group]
@@ -433,30 +419,19 @@ class PromotionDecision:
     def learn(self) -> None:
         """Learn the cost of the promotions and lookups that ended since the last call."""
         for time in self._promotions.take_times():
-            _learn(self._cost.promotion_estimate(time.tier), time)
-            self._times += 1
-            if self._times % _LEARN_EVERY == 0:
-                self.keep_estimates()
+            _learn(self._cost.promotions[time.tier], time)
         for time in self._waits.take_lookup_times():
-            _learn(self._cost.lookup_estimate(time.tier), time)
-        self._recall_estimates()
-
-    def _recall_estimates(self) -> None:
-        """Begin with the estimates that an earlier process has learnt, unless this one knows better."""
-        if len(self._learnt) == len(self.manager.tiers):
-            return
+            _learn(self._cost.lookups[time.tier], time)
         for tier in self.manager.tiers:
-            if tier.name not in self._learnt and (learnt := tier.learnt()):
-                self._learnt.add(tier.name)
-                self._cost.promotion_estimate(tier.name).recall(learnt.get("seconds_per_byte"))
+            self._share_estimate(tier)
 
-    def keep_estimates(self) -> None:
-        """Have the tiers keep the learnt estimates for a later process."""
-        for tier in self.manager.tiers:
-            seconds = self._cost.promotion_estimate(tier.name).seconds_per_byte
-            if seconds is not None:
-                self._learnt.add(tier.name)
-                tier.learn({"seconds_per_byte": seconds})
+    def _share_estimate(self, tier: Tier) -> None:
+        """Begin with the estimate of an earlier process, which a tier has kept, or have it keep ours."""
+        estimate = self._cost.promotions[tier.name]
+        if (seconds := estimate.seconds_per_byte) is None:
+            estimate.recall(tier.prices.get("seconds_per_byte"))
+        elif not estimate.is_bound:  # a later process should not begin with what one stall has cost
+            tier.prices = {"seconds_per_byte": seconds}
 
 
 def _learn(estimate: CostEstimate, time: TierTime) -> None:

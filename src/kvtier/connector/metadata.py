@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from kvtier.transfer.base import TransferResult, TransferSpec
@@ -180,51 +179,6 @@ class KVConnectorOutput:
     distrusted: bool = False
 
 
-class OutputAggregator:
-    """Merges all ranks' outputs of a step: a request is finished once every rank has named it.
-
-    A block is invalid if any rank says so. Invalid blocks are passed on together with their request, even if
-    that is many steps later, because an engine takes the other blocks of a named request as good. A rank's
-    output may be lost. So when more than `most_waiting` requests wait for a rank to name them, the oldest
-    are forgotten; `update_connector_output` names them from the results of their jobs.
-    """
-
-    def __init__(self, world_size: int, most_waiting: int = 16_384) -> None:
-        self._world_size, self._most_waiting = world_size, most_waiting
-        self._sending: dict[ReqId, set[int]] = {}
-        self._recving: dict[ReqId, set[int]] = {}
-        """The ranks that have named a request, the oldest request first."""
-        self._invalid: dict[ReqId, set[int]] = {}
-        """Blocks that did not arrive, by the requests of `_recving` that were named in the same output."""
-
-    def aggregate(self, outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
-        """Merge one step's outputs, one per rank and in the order of the ranks."""
-        merged = KVConnectorOutput()
-        for rank, output in enumerate(outputs):
-            if output.invalid_block_ids:
-                for req_id in output.finished_recving:
-                    self._invalid.setdefault(req_id, set()).update(output.invalid_block_ids)
-            merged.finished_sending |= self._add(self._sending, rank, output.finished_sending)
-            merged.finished_recving |= self._add(self._recving, rank, output.finished_recving)
-            merged.reports += output.reports
-        merged.failed_recving = merged.finished_recving & self._invalid.keys()
-        merged.invalid_block_ids = self._take_invalid(merged.failed_recving)
-        for named in (self._sending, self._recving):
-            for req_id in list(islice(named, max(0, len(named) - self._most_waiting))):
-                del named[req_id]
-                if named is self._recving:
-                    self._invalid.pop(req_id, None)
-        return merged
-
-    def _add(self, named: dict[ReqId, set[int]], rank: int, req_ids: set[ReqId]) -> set[ReqId]:
-        """Record that a rank has named requests, and return the requests that all ranks have named now."""
-        for req_id in req_ids:
-            named.setdefault(req_id, set()).add(rank)
-        complete = {req_id for req_id in req_ids if len(named[req_id]) == self._world_size}
-        for req_id in complete:
-            del named[req_id]
-        return complete
-
-    def _take_invalid(self, failed: set[ReqId]) -> set[int]:
-        """Return the blocks that may belong to these requests."""
-        return set().union(*(self._invalid.pop(req_id) for req_id in failed))
+def merge_outputs(outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
+    """Merge the messages of all workers for `update_connector_output`, which goes by their reports alone."""
+    return KVConnectorOutput(reports=[report for output in outputs for report in output.reports])

@@ -225,7 +225,9 @@ def _add_tiers(registry: Registry, manager: TieredOffloadingManager) -> None:
                 if value is not None:  # else only the tier's server knows it
                     samples.setdefault(f"tier_{name}", []).append((labels, int(value)))
             for direction, times in manager.tier_times.items():
-                samples.setdefault(f"tier_{direction}_seconds", []).append((labels, times[tier.name]))
+                samples.setdefault(f"tier_{direction.name.lower()}_seconds", []).append(
+                    (labels, times[tier.name])
+                )
         return samples
 
     registry.add(_named(_UNWRITTEN), lambda: {"unwritten": [({}, manager.unwritten)]})

@@ -188,7 +188,7 @@ class OffloadingConnectorScheduler:
         if end > state.local:
             end = self._audits.choose_end(state, end)
             if state.audit and self._promotion is not None:
-                state.audit_sources = self._promotion.sources(state)
+                state.audit_sources = self._promotion.manager.waits.sources(state.context)
         limited = limit < longest and self._geometry.next_chunk_end(match.reach) <= longest
         self._explainer.explain_match(state, match, end, limited=limited)
         # The last token is always computed.
@@ -330,7 +330,7 @@ class OffloadingConnectorScheduler:
         taken = [{key: chunks[key] for key in output.keys_to_store if key in chunks} for chunks in wanted]
         keys = [key for chunks in taken for key in chunks]
         lease = WriteLease(self.manager, keys, reordered(output.store_spec, output.keys_to_store, keys))
-        job = plan_store(self.spec.config, state, taken, lease)
+        job = plan_store(self.spec.config, state, taken, lease, StoreJob)
         self._start(job)  # first, because only a started job gives its slots back
         self._describe_chunks(state, taken)
         return job
@@ -391,12 +391,12 @@ class OffloadingConnectorScheduler:
         seconds, world_size = result.transfer_time, self.spec.config.world_size
         if result.success:
             if result.transfer_size and seconds:
-                self.cost.learn_load(result.transfer_size * world_size, seconds)
+                self.cost.loads.learn(result.transfer_size * world_size, seconds)
             return
         waited = self._clock() - job.started
         if seconds is None and waited >= min(job.wait_budget, job.deadline):
             seconds = waited
-        self.cost.learn_lost_load(job.num_bytes, seconds or 0.0)
+        self.cost.loads.learn_lost(job.num_bytes, seconds or 0.0)
 
     def _complete(self, job: LoadJob | StoreJob) -> None:
         if isinstance(job, LoadJob):
@@ -426,7 +426,7 @@ class OffloadingConnectorScheduler:
             job.job_id, job.req_id, sorted(job.missing_ranks), self._clock() - job.started, len(job.keys),
         )  # fmt: skip
         if isinstance(job, LoadJob):
-            self.cost.learn_lost_load(job.num_bytes, self._clock() - job.started)
+            self.cost.loads.learn_lost(job.num_bytes, self._clock() - job.started)
             self._end_load(job)
             return
         # Another running store already stores the other chunks again.
@@ -617,8 +617,6 @@ class OffloadingConnectorScheduler:
 
     def shutdown(self) -> None:
         """Release the manager and the pool. Idempotent."""
-        if self._promotion is not None:
-            self._promotion.keep_estimates()
         self.manager.shutdown()
         self.spec.shutdown()
 

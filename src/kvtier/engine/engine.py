@@ -12,7 +12,7 @@ connector's two sides. A step is:
     append      S.request_finished, for each request that ends
 
 An engine of several processes carries the metadata to every worker and merges their outputs with
-`OutputAggregator`; here both sides live in one process. Without kvtier there is no connector, and nothing
+`merge_outputs`; here both sides live in one process. Without kvtier there is no connector, and nothing
 else changes. One thread calls an engine.
 """
 

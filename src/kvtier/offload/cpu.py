@@ -26,7 +26,8 @@ from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.pool import Pool
 from kvtier.tier_config import TierConfig
 from kvtier.tiers.base import Tier
-from kvtier.tiers.factory import REQUIRED_SECONDS, make_tier
+from kvtier.tiers.factory import make_tier
+from kvtier.tiers.io_tier import IOTier
 from kvtier.tiers.shared_tier import SharedTier
 from kvtier.transfer.base import (
     CanonicalKVCaches,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REQUIRED_SECONDS = 30.0
+"""Seconds that a start waits for a required tier."""
 _OPEN_SECONDS = 2.0
 """Seconds that a start waits for a server, so that the first request can use it."""
 
@@ -127,8 +130,10 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
         try:
             for tier in manager.tiers:
-                if isinstance(tier, SharedTier):  # so that the first request need not wait for its server
-                    tier.wait_open(REQUIRED_SECONDS if tier.required else _OPEN_SECONDS)
+                if isinstance(tier, IOTier) and tier.required:
+                    tier.wait_open(_REQUIRED_SECONDS)
+                elif isinstance(tier, SharedTier):
+                    tier.wait_open(_OPEN_SECONDS)
         except BaseException:
             manager.shutdown()
             raise

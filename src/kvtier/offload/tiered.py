@@ -89,9 +89,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._demotions = Demotions(pool, row_bytes, self.tiers, store_deadline, clock)
         self._offered_ahead: set[OffloadKey] = set()
         """The coldest chunks of the last search: a tier that did not take them is not asked again."""
-        self.tier_times = {
-            direction: {tier.name: Histogram() for tier in self.tiers} for direction in ("promote", "demote")
-        }
+        self.tier_times = {way: {tier.name: Histogram() for tier in self.tiers} for way in Direction}
         """Seconds of I/O of rows that were moved together, by direction and tier."""
         self._polls = 0
         self._has_habits = not tiers
@@ -217,8 +215,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _measure(self, tier: Tier, result: TierResult) -> None:
         if result.outcome is None and not result.returned:
-            direction = "promote" if result.job.direction is Direction.PROMOTE else "demote"
-            self.tier_times[direction][tier.name].observe(result.seconds)
+            self.tier_times[result.job.direction][tier.name].observe(result.seconds)
 
     def _write_ahead(self) -> None:
         """Offer the rows that will be evicted next to the tiers with `write: evict`."""

@@ -25,7 +25,7 @@ from kvtier.testing.kit import PATIENCE, ManualClock, key, keys
 from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
 from kvtier.testing.tier_suite import ROW_BYTES, MovingSuite, TierDriver, churn, content
 from kvtier.tiers import shared_tier
-from kvtier.tiers.base import Backend, BackendRow, Tier
+from kvtier.tiers.base import Backend, BackendRow, RowBuffer, Tier
 from kvtier.tiers.seal import SealScope, seal_of
 
 _SCOPE = SealScope("suite")
@@ -415,6 +415,8 @@ class SharedTierSuite(MovingSuite):
             threads=2,
             clock=clock,
         )
+        assert tier.lookup_many(keys(1)) == [False], "it opens when it has the memory of the rows"
+        tier.set_buffer(RowBuffer(memoryview(bytearray(ROW_BYTES)), ROW_BYTES))
         assert tier.lookup_many(keys(1)) == [None]
         clock.now += 10.0
         assert tier.lookup_many(keys(1)) == [False]

@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
@@ -242,6 +243,10 @@ class Tier(ABC):
     """The tier's word in the config, e.g. `disk`. Appears in explanations and metrics."""
     medium: str
     """The tier's word in events."""
+    prices: Mapping[str, float] = MappingProxyType({})
+    """What the caller has learnt of the tier's speed, kept for a later process if the tier can. A caller
+    that learns more replaces it. Empty, or an earlier process's, until then.
+    """
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -354,19 +359,6 @@ class Tier(ABC):
     def take_events(self) -> list[OffloadingEvent]:
         """Drain the changes since the last call, in order."""
         return []
-
-    # -- prices ------------------------------------------------------------------------------------
-
-    def learn(self, prices: Mapping[str, float]) -> None:
-        """Keep the prices that the caller has learnt, for a later process.
-
-        Replaces the prices kept before.
-        """
-        return
-
-    def learnt(self) -> dict[str, float]:
-        """Return the prices that this process, or an earlier one, has learnt; empty if there are none."""
-        return {}
 
     # -- reports and ends --------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Makes tiers from their settings: the tier and, for a shared tier, the backend that its threads open.
 
 A kind of tier may need a package beyond kvtier itself. That package is an extra (`pip install '.[object]'`)
-and is imported here, on demand. `make_tier` runs while an engine starts, and waits for a required tier.
+and is imported here, on demand. `make_tier` runs while an engine starts; it does not wait for the tier.
 `open_backend` sends a question to the server, so it blocks: I/O threads only.
 """
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REQUIRED_SECONDS = 30.0
-"""How long an engine's start waits for a required tier."""
 _MOONCAKE_CALLS = 3
 """Calls at the same time: one moves a batch over as many connections as the store likes, one seals the next
 batch, and one is kept free of writes.
@@ -48,18 +46,11 @@ _NO_ROW = BackendRow(OffloadKey(b"kvtier asks whether you are there" + bytes(4))
 
 
 def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
-    """Make a tier from its settings. `OutsideError` in one line if it is required and cannot be opened."""
+    """Make a tier from its settings."""
     path = f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}"
-    made = (
-        _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
-    )
-    if tier.required:
-        try:
-            made.wait_open(REQUIRED_SECONDS)
-        except BaseException:
-            made.close(0.0)
-            raise
-    return made
+    if isinstance(tier, DiskConfig):
+        return _make_disk(tier, config, path)
+    return _make_shared(tier, config, path)
 
 
 def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:

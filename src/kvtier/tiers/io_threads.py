@@ -107,7 +107,6 @@ class IOThreads:
         self._jobs: dict[int, RowJob] = {}
         self._given_up: set[RowJob] = set()
         self._starved = False  # rows were given up before a thread began them
-        self._stuck_reads: list[RowBatch] = []
         self._next_deadline = float("inf")
         self.open_calls = 0
         """Functions given to `call` whose end has not been handled yet."""
@@ -228,30 +227,24 @@ class IOThreads:
         """Count the rows that were given up while their call still runs."""
         return sum(len(batch.positions) for job in self._given_up for batch in job.running)
 
-    def take_stuck(self, seconds: float) -> int:
-        """Count the newly stuck calls: calls of given-up jobs that have run for at least `seconds`.
+    def take_stuck(self, seconds: float) -> tuple[set[RowBatch], bool]:
+        """Return the newly stuck calls: calls of given-up jobs that have run for at least `seconds`.
 
-        Returns 1 if there is no such call, but all threads have been busy for that long and queued rows
-        were given up meanwhile.
+        Also returns whether all threads have been busy for that long and queued rows were given up since
+        the last call.
         """
         if not self._given_up and not self._starved:
-            return 0
+            return set(), False
         with self._lock:
             began = self._clock() - seconds
             given_up = {batch for batch in self._batches() if batch.job.given_up is not None}
             new = {batch for batch in given_up - self._stuck if self._running[batch] <= began}
             self._stuck |= new
-            self._stuck_reads += [batch for batch in new if batch.job.direction is Direction.PROMOTE]
             if new:
                 self._lock.notify()  # stuck bytes do not count against the limit, so other rows may start
             all_busy = len(self._running) == self._num_threads and max(self._running.values()) <= began
         starved, self._starved = self._starved, False
-        return len(new) or int(starved and all_busy)
-
-    def take_stuck_reads(self) -> list[RowBatch]:
-        """Return the stuck reads that `take_stuck` has counted since the last call."""
-        reads, self._stuck_reads = self._stuck_reads, []
-        return reads
+        return new, starved and all_busy
 
     def wait_any(self, timeout: float) -> bool:
         """Block until `poll` may have a result."""
@@ -389,7 +382,7 @@ class IOThreads:
                 task.run()
             else:
                 start = time.perf_counter()
-                self._move(task)
+                self._mover.move(self.backend, self.buffer, task)
                 task.seconds = time.perf_counter() - start
             self._ended.append(task)
             if not self._has_ended.is_set():
@@ -463,14 +456,6 @@ class IOThreads:
         """Count the threads busy with demotions. One thread stays free of them. Needs the lock."""
         return sum(batch.job.direction is Direction.DEMOTE for batch in self._batches())
 
-    def _move(self, batch: RowBatch) -> None:
-        """Move the rows of a batch, and write their outcomes into the job."""
-        backend, buffer = self.backend, self.buffer
-        if backend is None or buffer is None:
-            _fail_all(batch, "not open")
-        else:
-            self._mover.move(backend, buffer, batch)
-
 
 class RowMover:
     """Moves the rows of one tier through its backend, and writes the outcome of each into its job.
@@ -484,10 +469,12 @@ class RowMover:
         self._name, self._check_seals, self._seal_key = name, check_seals, seal_key
         self._warned = False
 
-    def move(self, backend: Backend, buffer: RowBuffer, batch: RowBatch) -> None:
+    def move(self, backend: Backend | None, buffer: RowBuffer | None, batch: RowBatch) -> None:
         """Read or write the rows of a batch. An exception of the backend is a failure of all of them."""
         try:
-            if batch.job.direction is Direction.PROMOTE:
+            if backend is None or buffer is None:
+                _fail_all(batch, "not open")
+            elif batch.job.direction is Direction.PROMOTE:
                 self._read(backend, buffer, batch)
             else:
                 self._write(backend, buffer, batch)

@@ -375,10 +375,12 @@ class IOTier(Tier):
         return self._health[direction].problem is not None
 
     def _check_health(self) -> None:
-        if self._io.take_stuck(_STUCK_AFTER):
+        stuck, is_starved = self._io.take_stuck(_STUCK_AFTER)
+        if stuck or is_starved:
             self._suspend("a call does not return")
-        for batch in self._io.take_stuck_reads():
-            self._settle_stuck_read(batch)
+        for batch in stuck:
+            if batch.job.direction is Direction.PROMOTE:
+                self._settle_stuck_read(batch)
         suspended = [(way, health) for way, health in self._health.items() if health.problem is not None]
         if not suspended:
             return
@@ -408,11 +410,12 @@ class IOTier(Tier):
     # -- reports and ends --------------------------------------------------------------------------
 
     def state(self) -> str:
-        """Return the tier's state in a word or two."""
+        """Return the tier's state in a word or two, or in one line why it is not open."""
         if self._closed:
             return "closed"
-        if self._io.backend is None:
-            return "not open"
+        if not self.is_open():
+            why = self.problem or self._waits_for
+            return why or ("waiting for the namespace" if self._lacks_namespace else "opening")
         return "suspended" if any(self._is_suspended(direction) for direction in Direction) else "open"
 
     def stats(self) -> TierStats:

@@ -51,8 +51,6 @@ class InFlightLookups:
         self._open: set[InFlightLookup] = set()
         self._covered: dict[OffloadKey, InFlightLookup] = {}
         self.get = self._covered.get
-        self.num_late = 0
-        """The number of late lookups that block new ones."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -69,19 +67,16 @@ class InFlightLookups:
         late = [lookup for lookup in self._open if not lookup.is_late and now >= lookup.deadline]
         for lookup in late:
             lookup.is_late = True
-            self.num_late += 1
         return [key for lookup in late for key in self._take_off(lookup)]
 
     def late(self) -> list[InFlightLookup]:
-        """Return the late lookups whose calls have not returned."""
-        return [lookup for lookup in self._open if lookup.is_late] if self.num_late else []
+        """Return the late lookups whose calls have not returned. They block new ones."""
+        return [lookup for lookup in self._open if lookup.is_late]
 
     def forget(self, lookup: InFlightLookup) -> None:
         """Remove a lookup that is over, or no longer blocks others."""
         self._take_off(lookup)
-        if lookup in self._open:
-            self._open.remove(lookup)
-            self.num_late -= lookup.is_late
+        self._open.discard(lookup)
 
     def forget_chunks(self) -> None:
         """Uncover all chunks. Lookups whose calls are open stay open."""
@@ -96,12 +91,8 @@ class InFlightLookups:
 
     def check(self) -> None:
         """Raise `IntegrityError` if the records do not agree."""
-        for holds, rule in (
-            (self._open.issuperset(self._covered.values()), "every covered chunk has a lookup"),
-            (self.num_late == sum(lookup.is_late for lookup in self._open), "late lookups are counted"),
-        ):
-            if not holds:
-                raise IntegrityError(f"lookups in flight: expected that {rule}")
+        if not self._open.issuperset(self._covered.values()):
+            raise IntegrityError("lookups in flight: expected that every covered chunk has a lookup")
 
 
 class _Answer(NamedTuple):

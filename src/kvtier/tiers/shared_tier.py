@@ -10,8 +10,8 @@ Rows go by key, and names on the server by scope and key: engines with the same 
 rows, and after a reset an engine has names of its own. A row known to be stored is not written again;
 before a large row is sent, the server is asked for it. A server that does not answer delays a request by
 one deadline; while such a call is open, and while the tier is suspended, an unknown chunk counts as absent.
-An I/O thread opens the backend, and retries with growing back-off until that works. Scheduler thread only,
-except for functions that say that they run on an I/O thread.
+Once the memory of the rows is set, an I/O thread opens the backend, and retries with growing back-off until
+that works. Scheduler thread only, except for functions that say that they run on an I/O thread.
 """
 
 from __future__ import annotations
@@ -40,14 +40,6 @@ _LARGE_ROW = 64 << 10
 """From this size on, sending a row takes longer than asking whether it is there."""
 
 
-class _OpenedServer(NamedTuple):
-    """A backend whose server has answered, the memory that it was given, and the namespace of the rows."""
-
-    backend: Backend
-    memory: memoryview | None
-    namespace: str
-
-
 class SharedTier(IOTier):
     """Rows of one namespace on a server. `namespace()` is called until it returns a name."""
 
@@ -67,7 +59,7 @@ class SharedTier(IOTier):
         place: str = "a server",
         sparse_groups: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin to open the backend: an I/O thread calls `open_backend`, which may block and may fail.
+        """An I/O thread calls `open_backend`, which may block and may fail.
 
         With a `seal_key` only rows sealed with that key are accepted; their names depend on it, too. `place`
         names the server in the log. `sparse_groups` are those of which single chunks of a prefix are stored.
@@ -86,8 +78,7 @@ class SharedTier(IOTier):
         )
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
         self._num_threads, self._sparse_groups = threads, sparse_groups
-        self._memory: memoryview | None = None
-        self._server, self._is_logged = place, False
+        self._server = place
         self._unasked: list[tuple[Sequence[OffloadKey], float]] = []  # lookups from before it was open
         self._suffix = ""  # of the last reset
         self._known, self._lookups = PresenceCache(REMEMBERED, clock), InFlightLookups()
@@ -99,61 +90,55 @@ class SharedTier(IOTier):
         self.undeleted: str | None = None
         """Why the last failed deletion failed. The rows are wrong, and a read of them fails its check.
         """
-        self._begin_opening(self._open_once, self._use)
 
     # -- opening -----------------------------------------------------------------------------------
 
     def set_buffer(self, buffer: RowBuffer) -> None:
         super().set_buffer(buffer)
-        if buffer.memory is None:
-            return
-        self._memory = buffer.memory
-        backend, self._io.backend = self._io.backend, None
-        if backend is not None:  # opened before: usable again once it knows the memory
-            self._lend_again(backend)
+        self._open_soon()
 
-    def _lend_again(self, backend: Backend) -> None:
-        opened = [backend]  # a backend that fails to take the memory is closed, and another is opened
-        self._begin_opening(lambda: self._open_once(opened.pop() if opened else None), self._use)
+    def wait_open(self, timeout: float = 30.0) -> bool:
+        """Block as `IOTier.wait_open` does. If no memory was set before, the backend is not told of any."""
+        self._open_soon()
+        return super().wait_open(timeout)
 
-    def _open_once(self, backend: Backend | None = None) -> _OpenedServer:
-        """Open the backend, unless it is open, and tell it which memory holds the rows; await the namespace.
+    def _open_soon(self) -> None:
+        """Begin to open the backend, unless that has begun."""
+        if not self._opening.is_running and not self.is_open() and not self._closed:
+            self._begin_opening(self._open_once, self._use)
+
+    def _open_once(self) -> tuple[Backend, str]:
+        """Open the backend, tell it which memory holds the rows, and await the namespace.
 
         On an I/O thread.
         """
-        memory = self._memory
-        backend = _with_memory(backend or self._open_backend(), memory)
+        backend, buffer = self._open_backend(), self._io.buffer
+        try:
+            if buffer is not None and buffer.memory is not None:
+                backend.lend(buffer.memory)
+        except BaseException:
+            backend.close()
+            raise
         self._releases.add(backend.close)
-        return _OpenedServer(backend, memory, self._await_namespace(self._namespace))
+        return backend, self._await_namespace(self._namespace)
 
-    def _use(self, opened: _OpenedServer) -> None:
+    def _use(self, opened: tuple[Backend, str]) -> None:
         """Take over what was opened, and ask what was to be asked once the tier is open."""
-        if opened.memory is not self._memory:  # the memory was set meanwhile
-            self._lend_again(opened.backend)
-            return
-        self._io.backend = opened.backend
-        self._scope = SealScope(opened.namespace, suffix=self._suffix, seal_key=self._seal_key)
-        self._log_server()
+        self._io.backend, namespace = opened
+        self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
+        size = format_size(self.row_bytes)
+        self._log_open(self._server, f"rows of {size}; only the server knows how many it holds and may hold")
         unasked, self._unasked = self._unasked, []
         for keys, deadline in unasked:
             self.ask(keys, deadline)
 
-    def _log_server(self) -> None:
-        if not self._is_logged:
-            self._is_logged = True
-            size = format_size(self.row_bytes)
-            self._log_open(
-                self._server, f"rows of {size}; only the server knows how many it holds and may hold"
-            )
-
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        if not self.is_open():  # an idle engine does not poll: it may be open by now
-            self._take_opened()
+        self._take_opened()
         if not self._is_readable():
             return [None if self.is_awaited() else False] * len(keys)
-        now, may_ask = self._clock(), self._lookups.num_late == 0
+        now, may_ask = self._clock(), not self._lookups.late()
         found = self._known.look_up(keys, now)
         for at, key in enumerate(keys) if None in found else ():
             if found[at] is None:
@@ -165,7 +150,7 @@ class SharedTier(IOTier):
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         if self.is_awaited():
             self._unasked.append((keys, deadline))
-        if not self._is_readable() or self._lookups.num_late:
+        if not self._is_readable() or self._lookups.late():
             return
         new: list[OffloadKey] = []
         for key, found in zip(keys, self.lookup_many(keys), strict=True):
@@ -390,11 +375,6 @@ class SharedTier(IOTier):
 
     # -- reports and ends --------------------------------------------------------------------------
 
-    def state(self) -> str:
-        if not self.is_open() and not self._closed:
-            return self.problem or ("waiting for the namespace" if self.lacks_namespace() else "opening")
-        return super().state()
-
     def check(self) -> None:
         super().check()
         self._lookups.check()
@@ -412,19 +392,8 @@ class SharedTier(IOTier):
     def close(self, timeout: float = 5.0) -> bool:
         ended = super().close(timeout)
         if ended:
-            self._memory = self._io.backend = None
+            self._io.backend = None
         return ended
-
-
-def _with_memory(backend: Backend, memory: memoryview | None) -> Backend:
-    """Tell a backend which memory holds the rows, if that is known. On an I/O thread."""
-    try:
-        if memory is not None:
-            backend.lend(memory)
-    except BaseException:
-        backend.close()
-        raise
-    return backend
 
 
 Contains = Callable[[Sequence[BackendRow]], list[bool]]

@@ -131,8 +131,7 @@ class SlotTier(IOTier):
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        if self._table is None:  # an idle engine does not poll: it may be open by now
-            self._take_opened()
+        self._take_opened()
         table = self._readable()
         if table is None:
             return [None if self.is_awaited() else False] * len(keys)

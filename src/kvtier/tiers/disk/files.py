@@ -170,7 +170,15 @@ class DiskFiles(Backend):
         folder = parent / place_name(namespace, row_bytes)
         stride, described = _strides(row_bytes, description_bytes)
         with _explained(folder):
-            _shrink(folder, _count_slots(parent, folder, capacity, stride, described), stride, described)
+            slots, before = _count_slots(parent, folder, capacity, stride, described), taken_bytes(folder)
+            sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
+            for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):
+                _cut(folder / name, size)  # first the records, which announce rows
+            if (given := before - taken_bytes(folder)) > 0:
+                line = (
+                    "disk tier: %s: the capacity has no room for all of its rows any more; %s were given up"
+                )
+                logger.warning(line, folder, format_size(given))
 
     @classmethod
     def open_again(cls, folder: Path, header: DiskHeader) -> OpenedFiles:
@@ -483,24 +491,11 @@ def _taken_by_others(parent: Path, folder: Path) -> int:
     return taken_bytes(parent) - taken_bytes(folder)
 
 
-def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
-    """Give back the space of a place beyond `slots` slots.
-
-    The records, which announce rows, are cut first.
-    """
-    sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
-    before = taken_bytes(folder)
-    for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):
-        with suppress(FileNotFoundError):
-            descriptor = open_file(folder / name, os.O_RDWR)
-            try:
-                if os.fstat(descriptor).st_size > size:
-                    os.ftruncate(descriptor, size)
-            finally:
-                os.close(descriptor)
-    if (given := before - taken_bytes(folder)) > 0:
-        line = "disk tier: %s: the capacity has no room for all of its rows any more; %s were given up"
-        logger.warning(line, folder, format_size(given))
+def _cut(path: Path, size: int) -> None:
+    """Cut a file to a size, if it is there and longer."""
+    with suppress(FileNotFoundError), os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:
+        if os.fstat(file.fileno()).st_size > size:
+            file.truncate(size)
 
 
 def _refuse(parent: Path, folder: Path, capacity: int, stride: int) -> NoReturn:

@@ -18,7 +18,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import compress
@@ -131,7 +131,6 @@ class DiskTier(SlotTier):
         self._epoch_written = threading.Event()
         self._owning = threading.Lock()  # the folder is being locked; on I/O threads
         self._headers = threading.Lock()  # for headers of places; on I/O threads, while the tier is not open
-        self._prices: dict[str, float] = {}
         # Restored rows that are not announced yet: their slots in order; a flag per slot; whether any is
         # left.
         self._to_announce = NO_SLOTS
@@ -293,7 +292,7 @@ class DiskTier(SlotTier):
         self._files = opened.files
         self.open_table(opened.table, opened.files, opened.scope)
         self._limit.restore(opened.files.header.written)
-        self._prices = self._prices or dict(opened.files.header.prices)
+        self.prices = self.prices or opened.files.header.prices
         self._to_announce = opened.newest_first
         self._silent = np.zeros(opened.table.num_slots, dtype=np.bool_)
         self._silent[opened.newest_first] = True
@@ -385,7 +384,7 @@ class DiskTier(SlotTier):
         if habits and learnt_bytes(self.config.capacity // self._ranks):
             save_learnt(files.folder, habits)
         ticks = files.save_ticks()
-        prices, written = dict(self._prices), self._limit.save()
+        prices, written = dict(self.prices), self._limit.save()
         if ticks or (prices, written) != (files.header.prices, files.header.written):
             files.save_header(prices=prices, written=written)
         if self.config.durability == "periodic":
@@ -439,7 +438,7 @@ class DiskTier(SlotTier):
         self._record_problem(OutsideError(why))
         self._begin_opening(self._open_once, self._use)
 
-    # -- resets and prices -------------------------------------------------------------------------
+    # -- resets ------------------------------------------------------------------------------------
 
     def reset(self, suffix: str) -> None:
         """Make everything absent.
@@ -505,20 +504,7 @@ class DiskTier(SlotTier):
 
         return save
 
-    def learn(self, prices: Mapping[str, float]) -> None:
-        self._prices = dict(prices)
-
-    def learnt(self) -> dict[str, float]:
-        return dict(self._prices)
-
     # -- reports and ends --------------------------------------------------------------------------
-
-    def state(self) -> str:
-        if self._table is None and not self._closed:
-            if (why := self.problem or self._waits_for) is not None:
-                return why
-            return "waiting for the namespace" if self.lacks_namespace() else "opening"
-        return super().state()
 
     def has_pending_work(self) -> bool:
         recent = self._clock() - self._last_progress < 1.0
