@@ -212,13 +212,16 @@ def _score(q: Any, keys: Any, scales: Any, weights: Any) -> Any:
 def _prompt_scores(
     q: Any, kv: Any, weights: Any, starts: Any, ends: Any, max_keys: int, *_: Any, **__: Any
 ) -> Any:
-    """Return each query's scores of the keys from its start to its end, in the first columns."""
+    """Return each query's scores of the keys from its start to its end, in the first columns.
+
+    Rows begin where vector loads can, as DeepGEMM's do.
+    """
     import torch
 
     scores = _score(q[0], kv[0], kv[1].reshape(-1), weights)
-    columns = starts[:, None].long() + torch.arange(max_keys, device=scores.device)
+    columns = starts[:, None].long() + torch.arange(-(-max_keys // 256) * 256, device=scores.device)
     chosen = scores.gather(1, columns.clamp(max=scores.shape[1] - 1))
-    return chosen.masked_fill(columns >= ends[:, None], -math.inf)
+    return chosen.masked_fill(columns >= ends[:, None], -math.inf)[:, :max_keys]
 
 
 def _paged_scores(
