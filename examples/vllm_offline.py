@@ -24,6 +24,7 @@ def main() -> None:
         max_num_seqs=4,
         dtype=args.dtype,
         kv_cache_memory_bytes=parse_size(args.kv_cache),
+        gpu_memory_utilization=args.gpu_memory_utilization,
         enforce_eager=args.enforce_eager,
         disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(
@@ -48,6 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lines", type=int, default=200, help="of each document")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--kv-cache", default="1GiB", help="what vLLM gets: less than the documents need")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="the share of a GPU that must be free"
+    )
     parser.add_argument("--capacity", default="4GiB", help="what kvtier gets")
     parser.add_argument(
         "--dtype", default="auto", help="float32 where vLLM's CPU build dies of an illegal instruction"

@@ -19,7 +19,7 @@ import pytest
 from tests.ports import free_ports
 from tests.tiers.servers import ValkeyServer
 from tests.vllm.conftest import Reference
-from tests.vllm.device import skip_without_devices
+from tests.vllm.device import on_gpu, skip_without_devices
 from tests.vllm.models import save_granite, save_hybrid, save_qwen3_next, save_trained
 from tests.vllm.test_states import skip_without_convolution
 
@@ -251,6 +251,8 @@ def test_the_example_runs(llama: Path) -> None:
         "--dtype",
         "float32",
     ]
+    if on_gpu():  # other tests have the rest of it
+        options += ["--gpu-memory-utilization", "0.1"]
     command = [sys.executable, str(EXAMPLE), "--model", str(llama), "--capacity", "64MiB", *options]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
     assert done.returncode == 0, done.stderr
