@@ -511,31 +511,27 @@ def groups_to_pack(
     groups: Sequence[GroupConfig],
     page_bytes: Sequence[Iterable[int]],
     number_format: str,
-    *,
-    on_host: bool,
 ) -> tuple[bool, ...]:
     """Return which groups of an engine are kept packed; nothing if none are.
 
     `page_bytes` are the bytes of each page of a group's blocks. States are never packed. Packing on the host
-    takes the processor's time, so it is done only where it was asked for; on a GPU, wherever it can be.
+    takes the processor's time, and on a GPU the engine's, so it is done only where it was asked for.
     """
-    if settings.packing == "off" or (settings.packing == "auto" and on_host):
-        return ()
-    packed = tuple(
-        not group.is_state and pages_fit(pages, group.block_size)
-        for group, pages in zip(groups, page_bytes, strict=True)
-    )
-    if number_format == "bfloat16" and any(packed):
-        return packed
-    if settings.packing == "auto":
+    if settings.packing != "on":
         return ()
     if number_format != "bfloat16":
         got = number_format or "other formats, or several"
         raise ConfigError("packing", f"expected a cache of bfloat16, got {got}; set it to auto or off")
-    sizes = [group.block_size for group in groups]
-    expected = "expected blocks of at least 8 tokens with heads of 64 values or more"
-    problem = f"{expected}, got blocks of {sizes} tokens whose pages cannot be packed; set it to auto"
-    raise ConfigError("packing", problem)
+    packed = tuple(
+        not group.is_state and pages_fit(pages, group.block_size)
+        for group, pages in zip(groups, page_bytes, strict=True)
+    )
+    if not any(packed):
+        sizes = [group.block_size for group in groups]
+        expected = "expected blocks of at least 8 tokens with heads of 64 values or more"
+        problem = f"{expected}, got blocks of {sizes} tokens whose pages cannot be packed; set it to auto"
+        raise ConfigError("packing", problem)
+    return packed
 
 
 def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...]) -> KVTierConfig:

@@ -294,19 +294,14 @@ def test_groups_that_cannot_be_packed_are_refused(
 # -- the setting --------------------------------------------------------------------------------------
 
 
-def choose(packing: str, number_format: str = "bfloat16", *, on_host: bool = True, size: int = 32768) -> Any:
+def choose(packing: str, number_format: str = "bfloat16", *, size: int = 32768) -> Any:
     settings = KVTierConfig(cpu=CPUConfig(capacity=1 << 22), packing=packing)
-    return groups_to_pack(settings, (KV, STATE), [[size] * 64, [100_000]], number_format, on_host=on_host)
+    return groups_to_pack(settings, (KV, STATE), [[size] * 64, [100_000]], number_format)
 
 
 def test_attention_groups_are_packed_where_it_was_asked_for() -> None:
-    assert choose("on") == choose("on", on_host=False) == (True, False)
-    assert choose("off") == choose("off", on_host=False) == choose("auto") == choose("auto", "float32") == ()
-
-
-def test_a_gpu_packs_by_itself_what_can_be_packed() -> None:
-    assert choose("auto", on_host=False) == (True, False)
-    assert choose("auto", "float16", on_host=False) == choose("auto", on_host=False, size=1024) == ()
+    assert choose("on") == (True, False)
+    assert choose("off") == choose("auto") == choose("auto", "float32") == ()
 
 
 @pytest.mark.parametrize(

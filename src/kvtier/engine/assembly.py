@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 from uuid import uuid4
@@ -164,7 +163,6 @@ def describe_cache(
             described,
             pages,
             config.dtype,
-            on_host=config.device == "cpu" or find_spec("triton") is None,
         ),
         hash_block_size=config.block_size,
         engine_id=uuid4().hex,

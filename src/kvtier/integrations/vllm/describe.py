@@ -137,7 +137,6 @@ def describe_engine(
             groups,
             _page_bytes(kv_cache_config),
             number_format,
-            on_host=current_platform.is_cpu(),
         ),
         number_format=number_format,
         audit_tolerance=_audit_tolerance(vllm_config, number_format),
