@@ -341,9 +341,7 @@ class SlotTable:
         if newcomers is None:
             victims = self._choose_victims(count, group, self.keys)
         else:
-            victims = self._choose_for(
-                newcomers, count, group, self.keys, lambda slots: self._stored_by[slots] == user
-            )
+            victims = self._choose_for(newcomers, count, group, self.keys, self._stored_by, user)
         if len(victims) <= count and (self.marks is None or group[victims].all()):
             keys = self._book.release(victims)
             if keys is not None:
@@ -444,7 +442,7 @@ class SlotTable:
         if type(policy).end_request is CachePolicy.end_request:
             self._end_request = lambda slots, reused, _ending: self._touch(slots, reused)
         if type(policy).evict_for is CachePolicy.evict_for:
-            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args[:-1])
+            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args[:3])
 
     def _ask(self, call: str, *args: Any) -> Any:
         """Call a policy of another package, with copies of arrays: the originals belong to transfers too.

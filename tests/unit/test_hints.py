@@ -16,7 +16,7 @@ from kvtier.errors import LogLimit
 from kvtier.hints import NO_HINTS, Hints, read_hints, tenant_of
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.policies import CachePolicy, Ending, KeysOf, LRUPolicy, OwnOf, Slots
+from kvtier.policies import CachePolicy, Ending, KeysOf, LRUPolicy, Slots
 
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 KEEP, DROP, LOW, HIGH = Hints(keep=60.0), Hints(drop=True), Hints(priority=-1), Hints(keep=100, priority=1)
@@ -201,7 +201,8 @@ class Choosy(LRUPolicy):
         count: int,
         evictable: npt.NDArray[np.bool_],
         keys_of: KeysOf,
-        are_own: OwnOf,
+        stored_by: Slots,
+        user: int,
     ) -> Slots:
         victims = self.coldest(count, evictable)
         is_taken = all(key.startswith(b"kept") for key in keys_of(victims))

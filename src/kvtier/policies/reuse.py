@@ -14,6 +14,7 @@ that old habits are forgotten and the model stays bounded. The model survives a 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def ending_number(ending: Ending | None) -> int:
     """
     if ending is None:
         return NUM_ENDINGS - 1
-    length = 1 if ending.num_tokens is None else sum(ending.num_tokens >= bound for bound in ANSWERS)
+    length = 1 if ending.num_tokens is None else bisect_right(ANSWERS, ending.num_tokens)
     return length * len(ENDINGS) + (ENDINGS.index(ending.how) if ending.how in ENDINGS else 0)
 
 
