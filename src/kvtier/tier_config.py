@@ -34,6 +34,7 @@ from kvtier.config_fields import (
 )
 from kvtier.errors import ConfigError, show_value
 
+DEFAULT_POLICY = "gittins"
 _WRITES_A_DAY = 4
 """The default daily write limit, in capacities: about what a data-centre disk is made for, or a little more.
 """
@@ -166,7 +167,7 @@ class DiskConfig(_TierTable):
     kind: ClassVar[str] = "disk"
     path: str = setting(read_path)
     capacity: int = setting(read_size)
-    policy: str = setting(read_name, "lru")
+    policy: str = setting(read_name, DEFAULT_POLICY)
     write: str = setting(one_of("through", "evict"), "through")
     write_limit: int | None = setting(optional(read_size), None)
     durability: str = setting(one_of("none", "periodic"), "none")

@@ -24,7 +24,7 @@ from kvtier.cli.demo import expect_writable, write_whole
 from kvtier.cli.model_shape import read_config, read_shape
 from kvtier.cli.size import positive_size
 from kvtier.cli.streams import interruptible
-from kvtier.config import parse_size
+from kvtier.config import DEFAULT_POLICY, parse_size
 from kvtier.errors import ConfigError, InputError, ModelError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def simulate_command(
     trace: _Trace,
     memory: _Sizes,
     disk: _Disks = ["0"],  # noqa: B006  typer copies it
-    policy: _Policies = ["lru"],  # noqa: B006
+    policy: _Policies = [DEFAULT_POLICY],  # noqa: B006
     chunk_tokens: _Chunks = None,
     model: _Model = None,
     bytes_per_token: _TokenBytes = None,
