@@ -1303,8 +1303,8 @@ static Py_ssize_t list_in_order(const Reuse *self, const Array *allowed, double 
     return done;
 }
 
-/* List up to `count` slots, those that leave first, at the beginning of a new array that is borrowed as `out`.
- * NULL with an exception set. */
+/* List up to `count` slots, those that leave first, at the beginning of a new array that is borrowed as
+ * `out`. NULL with an exception set. */
 static PyObject *order_some(const Reuse *self, Py_ssize_t count, PyObject *flags, double now, Array *out,
                             Py_ssize_t *listed) {
     PyObject *slots = NULL;
@@ -1340,8 +1340,8 @@ static double offered_index(const Reuse *self, PyObject *object) {
     return number(&self->indices, class_of(self, uses, self->num_endings - 1) * self->num_bins);
 }
 
-/* Return how many of the first `count` victims are worth less than the newcomers that need their slots. Of the
- * first `num_keys` newcomers the last are refused first. -1 with an exception set. */
+/* Return how many of the first `count` victims are worth less than the newcomers that need their slots. Of
+ * the first `num_keys` newcomers the last are refused first. -1 with an exception set. */
 static Py_ssize_t count_worth(const Reuse *self, PyObject *newcomers, Py_ssize_t num_keys,
                               const Array *victims, Py_ssize_t count, double now, double admission) {
     Py_ssize_t taken = 0;
