@@ -156,7 +156,8 @@ class DiskConfig(_TierTable):
 
     With `write` set to `through`, a row is written when it becomes ready in the pool; with `evict`, before
     it leaves. Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0 means no limit)
-    a row is written only when it is offered a second time. With `durability` set to `periodic`, the files
+    a row is written only if the policy finds it worth more than a new one, or when it is offered a second
+    time to a policy that cannot tell. With `durability` set to `periodic`, the files
     are synced every few seconds, for machines that lose power; correct bytes never depend on it. With
     `required`, the engine does not start without this tier. `engines` is the number of data-parallel engines
     that share the capacity. It is needed where the engine does not know that number, as in vLLM with a dense

@@ -218,6 +218,15 @@ def test_hints_come_before_what_a_policy_finds_worth_its_slot() -> None:
     assert [cache.held(chunks(name, 12)) for name in ("plain", "kept", "low", "new")] == [4, 4, 0, 4]
 
 
+def test_what_hints_keep_is_hot_and_what_they_drop_is_not() -> None:
+    """A shutdown writes the hottest chunks first."""
+    cache = Cache(12, "lru")
+    for name, hints in (("kept", KEEP), ("plain", NO_HINTS), ("low", LOW)):
+        cache.ask(chunks(name, 2), hints)
+    hottest = cache.manager.hottest()
+    assert hottest == chunks("kept", 2) + chunks("plain", 2) + chunks("low", 2)
+
+
 # -- shares -------------------------------------------------------------------------------------------
 
 

@@ -393,6 +393,7 @@ class TestReuseLists:
             assert all(map(np.array_equal, one.arrays[:4], other.arrays[:4]))
             allowed = np.array([rng.random() < 0.8 for _ in range(capacity)], dtype=np.bool_)
             victims = both("order", rng.randint(-1, capacity + 1), allowed, now)
+            both("offered", rng.sample(UNIVERSE, rng.randint(0, 9)))
             if rng.random() < 0.5 and len(absent := [key for key in UNIVERSE if key not in held.values()]):
                 newcomers = rng.sample(absent, rng.randint(1, len(absent)))
                 count = min(len(victims), rng.randint(0, len(newcomers)))
@@ -441,6 +442,7 @@ class TestReuseLists:
             "insert",
             "use",
             "order",
+            "offered",
             "take_for",
             "leave",
             "refuse",

@@ -1340,6 +1340,18 @@ static double offered_index(const Reuse *self, PyObject *object) {
     return number(&self->indices, class_of(self, uses, self->num_endings - 1) * self->num_bins);
 }
 
+static PyObject *reuse_offered(PyObject *object, PyObject *keys) {
+    Py_ssize_t count = count_keys(keys);
+    PyObject *indices = count < 0 ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; indices != NULL && i < count; i++) {
+        double index = offered_index((Reuse *)object, PyList_GetItem(keys, i));
+        PyObject *number = index < 0 ? NULL : PyFloat_FromDouble(index);
+        if (number == NULL || PyList_Append(indices, number) < 0) Py_CLEAR(indices);
+        Py_XDECREF(number);
+    }
+    return indices;
+}
+
 /* Return how many of the first `count` victims are worth less than the newcomers that need their slots. Of
  * the first `num_keys` newcomers the last are refused first. -1 with an exception set. */
 static Py_ssize_t count_worth(const Reuse *self, PyObject *newcomers, Py_ssize_t num_keys,
@@ -1612,6 +1624,7 @@ static PyMethodDef reuse_methods[] = {
     {"insert", (PyCFunction)(void (*)(void))reuse_insert, METH_FASTCALL, NULL},
     {"use", (PyCFunction)(void (*)(void))reuse_use, METH_FASTCALL, NULL},
     {"order", (PyCFunction)(void (*)(void))reuse_order, METH_FASTCALL, NULL},
+    {"offered", reuse_offered, METH_O, NULL},
     {"take_for", (PyCFunction)(void (*)(void))reuse_take_for, METH_FASTCALL, NULL},
     {"leave", (PyCFunction)(void (*)(void))reuse_leave, METH_FASTCALL, NULL},
     {"refuse", (PyCFunction)(void (*)(void))reuse_refuse, METH_FASTCALL, NULL},

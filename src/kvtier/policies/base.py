@@ -102,6 +102,14 @@ class CachePolicy(ABC):
         """Take note of new chunks that are not stored because a chunk before them was not worth it."""
         return
 
+    def worth(self, newcomers: list[OffloadKey]) -> npt.NDArray[np.float64] | None:
+        """Return what each new chunk is worth, where one that was never seen before is worth 1.
+
+        `None`, the default, means that the policy cannot tell. A tier that may not write all new chunks asks
+        this.
+        """
+        return None
+
     @abstractmethod
     def remove(self, slots: Slots) -> None:
         """Unrank slots that are emptied for another reason than eviction.

@@ -23,7 +23,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import CachePolicy, Ending, KeysOf, Slots
 from kvtier.policies.reuse import NUM_CLASSES, ReuseModel, ending_number
-from kvtier.policies.slots import CHUNK
+from kvtier.policies.slots import CHUNK, Numbers
 
 _GHOSTS = 6
 """Chunks remembered after they left, for each slot."""
@@ -115,6 +115,11 @@ class GittinsPolicy(CachePolicy):
 
     def refuse(self, newcomers: list[OffloadKey]) -> None:
         self._lists.refuse(newcomers, self.clock())
+
+    def worth(self, newcomers: list[OffloadKey]) -> Numbers | None:
+        if not self.model.has_learnt():
+            return None
+        return np.array(self._lists.offered(newcomers)) / self.model.newest_index()
 
     def remove(self, slots: Slots) -> None:
         self._lists.remove(slots, self.clock())

@@ -102,6 +102,14 @@ class ReuseModel:
             self._given_up *= 0.5
             self._chunks, self._squares = self._chunks / 2.0, self._squares / 2.0
 
+    def has_learnt(self) -> bool:
+        """Return whether any idle time was seen."""
+        return bool(self._used.any() or self._given_up.any())
+
+    def newest_index(self) -> float:
+        """Return the index of a chunk that was never seen before."""
+        return float(self.indices[NUM_ENDINGS - 1, 0])
+
     # -- reports and restarts ----------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:

@@ -378,6 +378,15 @@ class PythonReuseLists:
             ordered.append(left[self._class_of[slot]].pop())
         return slot_array(ordered)
 
+    def offered(self, newcomers: list[OffloadKey], /) -> list[float]:
+        """Return the index of each new chunk, which a request begins to use."""
+        return [self._offered(key) for key in newcomers]
+
+    def _offered(self, key: OffloadKey) -> float:
+        position = self._ghosts.position(key)
+        uses = 1 if position == ABSENT else min(255, int(self._gone[position]["uses"]) + 1)
+        return float(self._indices[self._number_of_class(uses, self._num_endings - 1) * self._num_bins])
+
     def take_for(
         self,
         newcomers: list[OffloadKey],
@@ -402,10 +411,7 @@ class PythonReuseLists:
         taken, without = 0, len(newcomers) - len(found)  # newcomers that need no slot of another chunk
         stored = without + len(others)
         while taken < stored - without:
-            position = self._ghosts.position(newcomers[stored - 1])
-            uses = 1 if position == ABSENT else min(255, int(self._gone[position]["uses"]) + 1)
-            offered = self._indices[self._number_of_class(uses, self._num_endings - 1) * self._num_bins]
-            if offered >= admission * self._index(others[taken], now):
+            if self._offered(newcomers[stored - 1]) >= admission * self._index(others[taken], now):
                 taken += 1
             else:
                 stored -= 1

@@ -83,8 +83,8 @@ class Served:
 
 
 def make_settings(
-    memory: int, disk: int = 0, policy: str = DEFAULT_POLICY, write: str = "through", write_limit: int | None = None,
-    *, load_if_faster: bool = True,
+    memory: int, disk: int = 0, policy: str = DEFAULT_POLICY, write: str = "through",
+    write_limit: int | None = None, *, load_if_faster: bool = True,
 ) -> KVTierConfig:  # fmt: skip
     """Return the settings of an engine with this memory and disk."""
     table: dict[str, Any] = {"cpu": {"capacity": memory, "policy": policy}, "load_if_faster": load_if_faster}
