@@ -157,12 +157,12 @@ class DiskConfig(_TierTable):
     With `write` set to `through`, a row is written when it becomes ready in the pool; with `evict`, before
     it leaves. Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0 means no limit)
     a row is written only if the policy finds it worth more than a new one, or when it is offered a second
-    time to a policy that cannot tell. With `durability` set to `periodic`, the files
-    are synced every few seconds, for machines that lose power; correct bytes never depend on it. With
-    `required`, the engine does not start without this tier. `engines` is the number of data-parallel engines
-    that share the capacity. It is needed where the engine does not know that number, as in vLLM with a dense
-    model. With `take_over_unused`, a start without room removes rows of other models that nobody has used
-    for that long; by default it never does.
+    time to a policy that cannot tell. With `durability` set to `periodic`, the files are synced every few
+    seconds, for machines that lose power; correct bytes never depend on it. With `required`, the engine does
+    not start without this tier. `engines` is the number of data-parallel engines that share the capacity. It
+    is needed where the engine does not know that number, as in vLLM with a dense model. With
+    `take_over_unused`, a start without room removes rows of other models that nobody has used for that long;
+    by default it never does.
     """
 
     kind: ClassVar[str] = "disk"

@@ -242,6 +242,30 @@ def test_damaged_knowledge_of_the_policy_is_nothing(
     assert main(["disk", "habits", str(tmp_path)]) == 0
 
 
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_shares_begin_anew_after_a_restart(tmp_path: Path, policy: str) -> None:
+    """Rows of before belong to nobody: they leave for anybody, and the shares of new rows hold."""
+    settings: dict[str, Any] = {"slots": 8, "share": 0.5, "settings": {"policy": policy}}
+
+    def store(driver: TierDriver, tenant: str, *numbers: int) -> dict[str, int]:
+        for number in numbers:
+            driver.demote(number, tenant=tenant)
+            driver.wait(lambda: disk(driver).explain(key(number)) is not MissReason.WRITING)  # noqa: B023
+        table = disk(driver)._table
+        assert table is not None
+        assert table.marks is not None
+        return table.marks.used_by_tenant()
+
+    with opened(tmp_path, **settings) as driver:
+        assert store(driver, "greedy", *range(8)) == {"greedy": 8}, "nobody else needs the slots"
+    with opened(tmp_path, **settings) as driver:
+        assert driver.tier.lookup_many(keys(*range(8))) == [True] * 8
+        assert store(driver, "modest", 10, 11) == {"modest": 2}
+        assert store(driver, "greedy", *range(20, 40)) == {"modest": 2, "greedy": 4}
+        assert driver.tier.lookup_many(keys(10, 11)) == [True, True]
+        assert sum(map(bool, driver.tier.lookup_many(keys(*range(8))))) == 2
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_restarts_at_random_points(tmp_path: Path, seed: int) -> None:
     source, before = random.Random(seed), set[OffloadKey]()
