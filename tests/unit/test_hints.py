@@ -298,6 +298,28 @@ def test_a_tenant_keeps_half_of_its_share_at_most() -> None:
     assert cache.manager.stats().not_kept > 0
 
 
+def test_a_tenant_keeps_no_chunks_of_another() -> None:
+    """Chunks of tenants have different keys; guards the bound on kept chunks where that is not so."""
+    cache = Cache(40, "lru", 0.5)
+    cache.ask(chunks("shared", 20), tenant="a")
+    cache.ask(chunks("own", 20), KEEP, "b")
+    cache.ask(chunks("shared", 20), KEEP, "b")
+    cache.flood(10, "a")
+    assert cache.held(chunks("shared", 20)) == 0
+
+
+@POLICIES
+@pytest.mark.parametrize("start", [-1e9, -1e300, 1e300, math.inf])
+def test_chunks_are_kept_whatever_the_clock_says(policy: str, start: float) -> None:
+    """Guards chunks that count as kept because the time is negative."""
+    cache = Cache(16, policy, 0.5)
+    for turn in range(40):
+        if turn == 20:
+            cache.now = start
+        cache.ask(chunks(str(turn), 2), KEEP, str(turn % 3))
+        cache.manager.check()
+
+
 def test_a_million_tenants_take_no_memory() -> None:
     cache = Cache(4, "lru", 0.5)
     for tenant in range(5000):  # each of them leaves with its chunks, so that more would change nothing
