@@ -222,6 +222,27 @@ def test_what_the_policy_has_learnt_outlives_a_restart(
     assert "s" in shown
 
 
+def test_what_is_learnt_has_its_room_from_the_start(tmp_path: Path) -> None:
+    """Guards places that grow beyond the capacity when their policy begins to learn."""
+    more: dict[str, Any] = {"slots": 2, "settings": {"capacity": 1 << 20}}
+    with opened(tmp_path, **more) as driver:
+        before = taken_bytes(tmp_path)
+        driver.store(1)
+        other = make_tier(tmp_path, rank=1, **more)
+        assert not other.wait_open(), (
+            "the first has all of the capacity, with the room that it does not use yet"
+        )
+        other.close(30)
+    assert taken_bytes(tmp_path) == before <= 1 << 20
+    learnt = place_of(tmp_path) / "learnt"
+    assert learnt.stat().st_size > 0
+    with opened(tmp_path, settings={"capacity": 300_000}) as driver:
+        assert not learnt.exists(), "a tiny place has no room for it"
+        assert taken_bytes(tmp_path) <= 300_000
+    assert not learnt.exists()
+    assert taken_bytes(tmp_path) <= 300_000
+
+
 @pytest.mark.parametrize("spoil", [b"", b"nonsense", bytes(40_000), None])
 def test_damaged_knowledge_of_the_policy_is_nothing(
     tmp_path: Path, spoil: bytes | None, capsys: pytest.CaptureFixture[str]

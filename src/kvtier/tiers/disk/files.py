@@ -41,6 +41,7 @@ from kvtier.tiers.disk.folder import (
     learnt_bytes,
     open_file,
     place_name,
+    reserve_learnt,
     taken_bytes,
 )
 from kvtier.tiers.disk.format import (
@@ -154,6 +155,7 @@ class DiskFiles(Backend):
             files = cls._open_files(folder, header, os.O_RDWR | os.O_CREAT)
             try:
                 files._take_space()
+                reserve_learnt(folder, capacity)
                 files._save_header(both=True)
                 scope = SealScope(namespace, header.epoch)
                 found = files._read_records(scope)
@@ -489,6 +491,8 @@ def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
     The records, which announce rows, are cut first.
     """
     sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
+    if not slots:
+        reserve_learnt(folder, 0)
     before = taken_bytes(folder)
     for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):
         with suppress(FileNotFoundError):
