@@ -122,6 +122,10 @@ def test_the_bytes_of_a_token_come_from_a_model(trace: Path, tmp_path: Path) -> 
             "--chunk-tokens: expected whole numbers of tokens",
         ),
         ([*TOKEN, "--memory", "1MiB", "--bus", "0"], "--bus: expected more than 0, got '0'"),
+        *(
+            ([*TOKEN, "--memory", "1MiB", option, "inf"], f"Invalid value for '{option}'")
+            for option in ("--memory-price", "--disk-price", "--flash-writes", "--prefill")
+        ),
         ([*TOKEN, "--memory", "1MiB", "--write", "back"], "--write: expected through or evict, got 'back'"),
         (
             [*TOKEN, "--memory", "1MiB", "--html", "no/such/folder.html"],
