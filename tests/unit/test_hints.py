@@ -309,7 +309,7 @@ def test_a_tenant_keeps_no_chunks_of_another() -> None:
 
 
 @POLICIES
-@pytest.mark.parametrize("start", [-1e9, -1e300, 1e300, math.inf])
+@pytest.mark.parametrize("start", [-1e9, -1e300, 1e300])
 def test_chunks_are_kept_whatever_the_clock_says(policy: str, start: float) -> None:
     """Guards chunks that count as kept because the time is negative."""
     cache = Cache(16, policy, 0.5)
