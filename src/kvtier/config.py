@@ -47,6 +47,7 @@ from kvtier.config_fields import parse_size as parse_size
 from kvtier.errors import ConfigError, show_value
 from kvtier.namespace import Namespace
 from kvtier.packing import BlockFormat, block_format, name_rows, pages_fit
+from kvtier.tier_config import DEFAULT_POLICY as DEFAULT_POLICY
 from kvtier.tier_config import DiskConfig as DiskConfig
 from kvtier.tier_config import MooncakeConfig as MooncakeConfig
 from kvtier.tier_config import ObjectConfig as ObjectConfig
@@ -115,7 +116,7 @@ class CPUConfig:
     """
 
     capacity: int = setting(read_size)
-    policy: str = setting(read_name, "lru")
+    policy: str = setting(read_name, DEFAULT_POLICY)
 
     def __post_init__(self) -> None:
         read_fields(self, "cpu.")

@@ -29,6 +29,10 @@ from kvtier.policies.slots import Mask
 
 _NOBODY = 0
 """The number of no tenant: the owner of free slots, and of chunks from an earlier process."""
+_NEVER = float("-inf")
+"""The time until which a chunk is kept that no hint keeps: before all times, whatever the clock says."""
+_COMPARED_FOR = 1.0
+"""Seconds for which the chunks that are kept are known without comparing their times."""
 
 
 class SlotMarks:
@@ -47,8 +51,10 @@ class SlotMarks:
         """Forget all chunks."""
         self._low: Mask = np.zeros(self.num_slots, dtype=np.bool_)
         self._has_low = False  # whether any slot may be low
-        self._kept_until = np.zeros(self.num_slots)
-        self._last_kept_until = 0.0
+        self._kept_until = np.full(self.num_slots, _NEVER)
+        self._last_kept_until = _NEVER
+        self._is_kept: Mask = np.zeros(self.num_slots, dtype=np.bool_)
+        self._compared_at = _NEVER
         owners = 0 if self.limit is None else self.num_slots
         self._owners: npt.NDArray[np.int32] = np.zeros(owners, dtype=np.int32)
         self._numbers: dict[str, int] = {}
@@ -84,23 +90,34 @@ class SlotMarks:
         if hints.keep:
             self._keep(slots, tenant, now, now + hints.keep)
         elif hints.drop:
-            self._kept_until[slots[~reused]] = 0.0
+            self._kept_until[slots[~reused]] = _NEVER
+            self._is_kept[slots[~reused]] = False
 
     def _keep(self, slots: Slots, tenant: str, now: float, until: float) -> None:
-        is_kept = self._kept_until > now
-        new = slots[~is_kept[slots]]
+        """Keep a tenant's own chunks, up to half of what it may have."""
+        is_kept = self._kept_at(now)
         if self.limit is not None:
-            is_kept &= self._owners == self._numbers.get(tenant, _NOBODY)
+            number = self._numbers.get(tenant, _NOBODY)
+            slots = slots[self._owners[slots] == number]
+            is_kept = is_kept & (self._owners == number)
+        new = slots[~is_kept[slots]]
         room = max(0, self._most_kept - int(np.count_nonzero(is_kept)))
         self.not_kept += max(0, len(new) - room)
         kept = np.concatenate((slots[is_kept[slots]], new[:room]))
         self._kept_until[kept] = np.maximum(self._kept_until[kept], until)
+        self._is_kept[kept] = True
         self._last_kept_until = max(self._last_kept_until, until)
+
+    def _kept_at(self, now: float) -> Mask:
+        """Return which chunks are kept, or were within the last second: to compare all times takes long."""
+        if not 0.0 <= now - self._compared_at < _COMPARED_FOR:
+            self._is_kept, self._compared_at = self._kept_until > now, now
+        return self._is_kept
 
     def leave(self, slots: Slots) -> None:
         """Forget chunks that are not in these slots any more."""
-        self._low[slots] = False
-        self._kept_until[slots] = 0.0
+        self._low[slots] = self._is_kept[slots] = False
+        self._kept_until[slots] = _NEVER
         if self.limit is not None:
             for number, count in Counter(self._owners[slots].tolist()).items():
                 if number != _NOBODY:
@@ -127,7 +144,7 @@ class SlotMarks:
         if not self._has_low and now >= self._last_kept_until:
             yield evictable, False
             return
-        kept = self._kept_until > now
+        kept = self._kept_at(now)
         if self._has_low:
             self._has_low = bool(self._low.any())
             yield evictable & self._low & ~kept, True
@@ -187,10 +204,12 @@ class SlotMarks:
         by_owner = Counter(self._owners[kept].tolist()) if self.limit is not None else {0: len(kept)}
         del owners[_NOBODY]
         limit = self.num_slots if self.limit is None else self.limit
+        latest = self._kept_until.max(initial=_NEVER)
         rules = (
-            (not self._low[free].any() and not self._kept_until[free].any(), "free slots have no hints"),
+            (not self._low[free].any(), "free slots are not low"),
+            ((self._kept_until[free] == _NEVER).all(), "free slots are not kept"),
             (self._has_low or not self._low.any(), "low chunks are known to exist"),
-            (self._kept_until.max(initial=0.0) <= self._last_kept_until, "the last time to keep is known"),
+            (latest <= self._last_kept_until, "the last time to keep is known"),
             (max(by_owner.values(), default=0) <= self._most_kept, "not too many chunks are kept"),
             (self.limit is None or not self._owners[free].any(), "free slots have no owner"),
             (owners == self._used, "the chunks of a tenant are counted"),

@@ -212,7 +212,10 @@ class SlotTable:
     def hottest(self) -> list[OffloadKey]:
         """Return all ready chunks without readers, in the reverse order of eviction."""
         ranked = self._ranked()[::-1]
-        return self.keys(ranked[self.evictable[ranked]])
+        if self.marks is None:
+            return self.keys(ranked[self.evictable[ranked]])
+        groups = [group for group, _ in self.marks.groups(self.evictable, self._now())]
+        return [key for group in reversed(groups) for key in self.keys(ranked[group[ranked]])]
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -341,9 +344,7 @@ class SlotTable:
         if newcomers is None:
             victims = self._choose_victims(count, group, self.keys)
         else:
-            victims = self._choose_for(
-                newcomers, count, group, self.keys, lambda slots: self._stored_by[slots] == user
-            )
+            victims = self._choose_for(newcomers, count, group, self.keys, self._stored_by, user)
         if len(victims) <= count and (self.marks is None or group[victims].all()):
             keys = self._book.release(victims)
             if keys is not None:
@@ -444,7 +445,7 @@ class SlotTable:
         if type(policy).end_request is CachePolicy.end_request:
             self._end_request = lambda slots, reused, _ending: self._touch(slots, reused)
         if type(policy).evict_for is CachePolicy.evict_for:
-            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args[:-1])
+            self._choose_for = lambda _newcomers, *args: self._choose_victims(*args[:3])
 
     def _ask(self, call: str, *args: Any) -> Any:
         """Call a policy of another package, with copies of arrays: the originals belong to transfers too.
@@ -465,6 +466,17 @@ class SlotTable:
         except Exception as error:  # foreign code, as in `_ask`
             self._replace_policy("learnt", error)
             return b""
+
+    def worth(self, newcomers: list[OffloadKey]) -> npt.NDArray[np.float64] | None:
+        """Return what the policy finds each new chunk worth; `None` if it cannot tell."""
+        try:
+            found = self.policy.worth(newcomers.copy())
+            if found is None or (found.shape == (len(newcomers),) and found.dtype.kind == "f"):
+                return found
+            raise InputError(f"expected a number for each of {len(newcomers)} chunks, got {found.dtype}")
+        except Exception as error:  # foreign code, as in `_ask`
+            self._replace_policy("worth", error)
+            return None
 
     def take_habits(self, data: bytes) -> bool:
         """Let the policy begin with what another one had learnt, and return whether it was of use."""

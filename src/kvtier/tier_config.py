@@ -34,6 +34,7 @@ from kvtier.config_fields import (
 )
 from kvtier.errors import ConfigError, show_value
 
+DEFAULT_POLICY = "gittins"
 _WRITES_A_DAY = 4
 """The default daily write limit, in capacities: about what a data-centre disk is made for, or a little more.
 """
@@ -155,18 +156,19 @@ class DiskConfig(_TierTable):
 
     With `write` set to `through`, a row is written when it becomes ready in the pool; with `evict`, before
     it leaves. Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0 means no limit)
-    a row is written only when it is offered a second time. With `durability` set to `periodic`, the files
-    are synced every few seconds, for machines that lose power; correct bytes never depend on it. With
-    `required`, the engine does not start without this tier. `engines` is the number of data-parallel engines
-    that share the capacity. It is needed where the engine does not know that number, as in vLLM with a dense
-    model. With `take_over_unused`, a start without room removes rows of other models that nobody has used
-    for that long; by default it never does.
+    a row is written only if the policy finds it worth more than a new one, or when it is offered a second
+    time to a policy that cannot tell. With `durability` set to `periodic`, the files are synced every few
+    seconds, for machines that lose power; correct bytes never depend on it. With `required`, the engine does
+    not start without this tier. `engines` is the number of data-parallel engines that share the capacity. It
+    is needed where the engine does not know that number, as in vLLM with a dense model. With
+    `take_over_unused`, a start without room removes rows of other models that nobody has used for that long;
+    by default it never does.
     """
 
     kind: ClassVar[str] = "disk"
     path: str = setting(read_path)
     capacity: int = setting(read_size)
-    policy: str = setting(read_name, "lru")
+    policy: str = setting(read_name, DEFAULT_POLICY)
     write: str = setting(one_of("through", "evict"), "through")
     write_limit: int | None = setting(optional(read_size), None)
     durability: str = setting(one_of("none", "periodic"), "none")

@@ -79,7 +79,7 @@ class SharedScenario(TieredScenario):
         self.settings = {
             "cpu": {
                 "capacity": random.choice((4, 16, 24)) * 4096,
-                "policy": random.choice(("lru", "arc")),
+                "policy": random.choice(("lru", "arc", "gittins")),
             },
             "blocks_per_chunk": self.blocks_per_chunk,
             "load_deadline": random.choice((0.05, 0.2)),

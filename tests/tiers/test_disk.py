@@ -30,6 +30,7 @@ from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.policies import Ending, GittinsPolicy
+from kvtier.policies.reuse import NUM_BINS, NUM_ENDINGS
 from kvtier.residency import MissReason
 from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
@@ -41,6 +42,7 @@ from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk.folder import FolderLock, learnt_bytes, place_name, taken_bytes
 from kvtier.tiers.disk.format import description_stride, pack_description, read_description
+from kvtier.tiers.slot_tier import WriteLimit
 
 SLOT_BYTES = ROW_BYTES + 128 + 576
 FIXED_BYTES = 20480
@@ -220,6 +222,27 @@ def test_what_the_policy_has_learnt_outlives_a_restart(
     assert "s" in shown
 
 
+def test_what_is_learnt_has_its_room_from_the_start(tmp_path: Path) -> None:
+    """Guards places that grow beyond the capacity when their policy begins to learn."""
+    more: dict[str, Any] = {"slots": 2, "settings": {"capacity": 1 << 20}}
+    with opened(tmp_path, **more) as driver:
+        before = taken_bytes(tmp_path)
+        driver.store(1)
+        other = make_tier(tmp_path, rank=1, **more)
+        assert not other.wait_open(), (
+            "the first has all of the capacity, with the room that it does not use yet"
+        )
+        other.close(30)
+    assert taken_bytes(tmp_path) == before <= 1 << 20
+    learnt = place_of(tmp_path) / "learnt"
+    assert learnt.stat().st_size > 0
+    with opened(tmp_path, settings={"capacity": 300_000}) as driver:
+        assert not learnt.exists(), "a tiny place has no room for it"
+        assert taken_bytes(tmp_path) <= 300_000
+    assert not learnt.exists()
+    assert taken_bytes(tmp_path) <= 300_000
+
+
 @pytest.mark.parametrize("spoil", [b"", b"nonsense", bytes(40_000), None])
 def test_damaged_knowledge_of_the_policy_is_nothing(
     tmp_path: Path, spoil: bytes | None, capsys: pytest.CaptureFixture[str]
@@ -238,6 +261,30 @@ def test_damaged_knowledge_of_the_policy_is_nothing(
         assert driver.fetch(1) == {1: content(1)}
         learnt.unlink()
     assert main(["disk", "habits", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_shares_begin_anew_after_a_restart(tmp_path: Path, policy: str) -> None:
+    """Rows of before belong to nobody: they leave for anybody, and the shares of new rows hold."""
+    settings: dict[str, Any] = {"slots": 8, "share": 0.5, "settings": {"policy": policy}}
+
+    def store(driver: TierDriver, tenant: str, *numbers: int) -> dict[str, int]:
+        for number in numbers:
+            driver.demote(number, tenant=tenant)
+            driver.wait(lambda: disk(driver).explain(key(number)) is not MissReason.WRITING)  # noqa: B023
+        table = disk(driver)._table
+        assert table is not None
+        assert table.marks is not None
+        return table.marks.used_by_tenant()
+
+    with opened(tmp_path, **settings) as driver:
+        assert store(driver, "greedy", *range(8)) == {"greedy": 8}, "nobody else needs the slots"
+    with opened(tmp_path, **settings) as driver:
+        assert driver.tier.lookup_many(keys(*range(8))) == [True] * 8
+        assert store(driver, "modest", 10, 11) == {"modest": 2}
+        assert store(driver, "greedy", *range(20, 40)) == {"modest": 2, "greedy": 4}
+        assert driver.tier.lookup_many(keys(10, 11)) == [True, True]
+        assert sum(map(bool, driver.tier.lookup_many(keys(*range(8))))) == 2
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -1153,6 +1200,54 @@ def test_beyond_the_write_limit_rows_must_be_offered_twice(tmp_path: Path) -> No
         assert driver.demote(5)[1] == []
         assert driver.demote(3, 6)[1] == keys(3)
         driver.wait(lambda: driver.tier.lookup(key(3)) is True)
+
+
+def teach(driver: TierDriver, comes_back: dict[int, float]) -> None:
+    """Have the disk's policy know which share of chunks comes back, by the place of their number of uses."""
+    table = disk(driver)._table
+    assert table is not None
+    policy = table.policy
+    assert isinstance(policy, GittinsPolicy)
+    used, given_up = (
+        counts.reshape(-1, NUM_ENDINGS, NUM_BINS) for counts in (policy.model._used, policy.model._given_up)
+    )
+    for at, share in comes_back.items():
+        used[at, :-1, 20] = 1000.0 * share
+        given_up[at, :-1, 20] = 1000.0 * (1.0 - share)
+    policy.model.derive(policy.model.new_counts())
+
+
+def test_what_is_left_of_the_write_limit_goes_to_the_rows_that_are_worth_most(tmp_path: Path) -> None:
+    """Guards rows that are written because they come first."""
+    with opened(tmp_path, settings={"write_limit": 2 * ROW_BYTES}) as driver:
+        teach(driver, {0: 0.1, 1: 0.3, 2: 0.9})
+        assert driver.demote(1, 2, 3, 4, 5, 6)[1] == keys(1, 2)
+        driver.wait(lambda: driver.tier.lookup(key(2)) is True)
+        disk(driver)._limit.give_back(2 * ROW_BYTES)
+        assert driver.demote(7, 8, 3, 4)[1] == keys(3, 4), "they were offered before"
+        assert driver.demote(9)[1] == []
+        assert driver.demote(9)[1] == keys(9), "beyond the limit, what is worth more than a new row"
+
+
+def test_rows_that_do_not_come_back_are_not_written_beyond_the_limit_however_often_offered(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, settings={"write_limit": ROW_BYTES}) as driver:
+        teach(driver, {0: 0.5, 1: 0.001})
+        assert driver.demote(1, 2)[1] == keys(1)
+        for _ in range(2):
+            assert driver.demote(2)[1] == []
+        assert driver.tier.explain(key(2)) is MissReason.REFUSED
+
+
+def test_a_full_queue_takes_the_rows_that_are_worth_most(tmp_path: Path) -> None:
+    settings = {"write_limit": ROW_BYTES}
+    with opened(tmp_path, max_queued=2 * ROW_BYTES, settings=settings) as driver:
+        teach(driver, {0: 0.1, 1: 0.3, 2: 0.9})
+        assert driver.demote(1, 2, 3)[1] == keys(1)
+        driver.wait(lambda: driver.tier.lookup(key(1)) is True)
+        disk(driver)._limit = WriteLimit(None)
+        assert driver.demote(4, 5, 3, 6)[1] == keys(4, 3)
 
 
 def test_rows_that_were_not_written_do_not_count_against_the_write_limit(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_terminal_of_80_columns_gets_the_table(
     assert main(["simulate", str(trace), *TOKEN, "--memory", "1GiB,16GiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[1:])) <= 80, "sentences are left to the terminal"
-    assert [line.split()[0] for line in lines if "lru" in line] == ["1GiB", "16GiB"]
+    assert [line.split()[0] for line in lines if "gittins" in line] == ["1GiB", "16GiB"]
 
 
 def test_a_terminal_too_narrow_for_the_table_gets_sentences(
@@ -85,7 +85,7 @@ def test_a_terminal_too_narrow_for_the_table_gets_sentences(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     assert main(["simulate", str(trace), *TOKEN, "--memory", "1MiB", "--jobs", "1"]) == 0
-    assert "memory 1MiB, policy lru, chunk 16, saved " in capsys.readouterr().out
+    assert "memory 1MiB, policy gittins, chunk 16, saved " in capsys.readouterr().out
 
 
 def test_the_bytes_of_a_token_come_from_a_model(trace: Path, tmp_path: Path) -> None:
@@ -122,6 +122,10 @@ def test_the_bytes_of_a_token_come_from_a_model(trace: Path, tmp_path: Path) -> 
             "--chunk-tokens: expected whole numbers of tokens",
         ),
         ([*TOKEN, "--memory", "1MiB", "--bus", "0"], "--bus: expected more than 0, got '0'"),
+        *(
+            ([*TOKEN, "--memory", "1MiB", option, "inf"], f"Invalid value for '{option}'")
+            for option in ("--memory-price", "--disk-price", "--flash-writes", "--prefill")
+        ),
         ([*TOKEN, "--memory", "1MiB", "--write", "back"], "--write: expected through or evict, got 'back'"),
         (
             [*TOKEN, "--memory", "1MiB", "--html", "no/such/folder.html"],

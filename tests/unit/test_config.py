@@ -319,7 +319,7 @@ class TestFromDict:
     def test_defaults(self) -> None:
         config = KVTierConfig.from_dict({"cpu": {"capacity": "8GiB"}})
         assert config == KVTierConfig(cpu=CPUConfig(capacity=8 * GIB))
-        assert (config.cpu.policy, config.blocks_per_chunk, config.prompt_only) == ("lru", 1, False)
+        assert (config.cpu.policy, config.blocks_per_chunk, config.prompt_only) == ("gittins", 1, False)
         assert (config.load_deadline, config.store_deadline, config.store_threshold) == (2.0, 30.0, 0)
         assert (config.load_if_faster, config.self_describing_kv_events, config.tiers) == (True, True, ())
         assert config.staging == 256 << 20

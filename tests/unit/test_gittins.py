@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -343,3 +344,36 @@ def test_a_large_pool_is_sampled() -> None:
         policy.end_request(slots, np.ones(100_000, dtype=np.bool_), Ending(5))
     assert 2000 < policy.model._used.sum() < 2500
     policy.check()
+
+
+@pytest.mark.parametrize("jumps", [(0.0, 1e18, -1e18), (5.0, 4.0, -1.0), (1e300, -1e300)])
+def test_a_clock_that_jumps_breaks_nothing(jumps: tuple[float, ...]) -> None:
+    cache, rng = Cache(8), random.Random(1)
+    for turn in range(100):
+        cache.now = jumps[turn % len(jumps)]
+        cache.ask(chunks(rng.randrange(20), *range(100 + 3 * turn, 103 + 3 * turn)), Ending(5))
+        cache.manager.check()
+
+
+@pytest.mark.parametrize("num_tokens", [-(10**30), -1, 0, 10**30, np.nan, np.inf, 3.5])
+@pytest.mark.parametrize("how", ["tool", "junk", "", None])
+def test_endings_that_cannot_be_break_nothing(num_tokens: Any, how: Any) -> None:
+    policy = GittinsPolicy(4)
+    policy.insert(np.arange(4), chunks(*range(4)))
+    for _ in range(3):
+        policy.end_request(np.arange(4), np.ones(4, dtype=np.bool_), Ending(num_tokens, how))
+        policy.check()
+
+
+class Vain(LRUPolicy):
+    """Finds everything worth something that is no number."""
+
+    def worth(self, newcomers: list[OffloadKey]) -> Any:
+        return ["much"] * len(newcomers)
+
+
+def test_a_foreign_policy_that_misjudges_newcomers_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    table = SlotTable(4, Vain(4))
+    assert table.worth(chunks(1, 2)) is None
+    assert type(table.policy) is LRUPolicy
+    assert "policy Vain: worth failed" in caplog.text

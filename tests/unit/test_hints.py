@@ -16,7 +16,7 @@ from kvtier.errors import LogLimit
 from kvtier.hints import NO_HINTS, Hints, read_hints, tenant_of
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.policies import CachePolicy, Ending, KeysOf, LRUPolicy, OwnOf, Slots
+from kvtier.policies import CachePolicy, Ending, KeysOf, LRUPolicy, Slots
 
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 KEEP, DROP, LOW, HIGH = Hints(keep=60.0), Hints(drop=True), Hints(priority=-1), Hints(keep=100, priority=1)
@@ -201,7 +201,8 @@ class Choosy(LRUPolicy):
         count: int,
         evictable: npt.NDArray[np.bool_],
         keys_of: KeysOf,
-        are_own: OwnOf,
+        stored_by: Slots,
+        user: int,
     ) -> Slots:
         victims = self.coldest(count, evictable)
         is_taken = all(key.startswith(b"kept") for key in keys_of(victims))
@@ -215,6 +216,15 @@ def test_hints_come_before_what_a_policy_finds_worth_its_slot() -> None:
         cache.ask(chunks(name, 4), hints)
     cache.ask(chunks("new", 12))
     assert [cache.held(chunks(name, 12)) for name in ("plain", "kept", "low", "new")] == [4, 4, 0, 4]
+
+
+def test_what_hints_keep_is_hot_and_what_they_drop_is_not() -> None:
+    """A shutdown writes the hottest chunks first."""
+    cache = Cache(12, "lru")
+    for name, hints in (("kept", KEEP), ("plain", NO_HINTS), ("low", LOW)):
+        cache.ask(chunks(name, 2), hints)
+    hottest = cache.manager.hottest()
+    assert hottest == chunks("kept", 2) + chunks("plain", 2) + chunks("low", 2)
 
 
 # -- shares -------------------------------------------------------------------------------------------
@@ -286,6 +296,28 @@ def test_a_tenant_keeps_half_of_its_share_at_most() -> None:
     cache.flood(20, "c")
     assert cache.held(modest) == 10
     assert cache.manager.stats().not_kept > 0
+
+
+def test_a_tenant_keeps_no_chunks_of_another() -> None:
+    """Chunks of tenants have different keys; guards the bound on kept chunks where that is not so."""
+    cache = Cache(40, "lru", 0.5)
+    cache.ask(chunks("shared", 20), tenant="a")
+    cache.ask(chunks("own", 20), KEEP, "b")
+    cache.ask(chunks("shared", 20), KEEP, "b")
+    cache.flood(10, "a")
+    assert cache.held(chunks("shared", 20)) == 0
+
+
+@POLICIES
+@pytest.mark.parametrize("start", [-1e9, -1e300, 1e300])
+def test_chunks_are_kept_whatever_the_clock_says(policy: str, start: float) -> None:
+    """Guards chunks that count as kept because the time is negative."""
+    cache = Cache(16, policy, 0.5)
+    for turn in range(40):
+        if turn == 20:
+            cache.now = start
+        cache.ask(chunks(str(turn), 2), KEEP, str(turn % 3))
+        cache.manager.check()
 
 
 def test_a_million_tenants_take_no_memory() -> None:

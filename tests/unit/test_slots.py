@@ -380,7 +380,7 @@ class TestReuseLists:
                     if rng.random() < 0.5:
                         both("remove", array(some), now)
                     else:
-                        both("leave", array(some), [held[slot] for slot in some], now)
+                        both("leave", array(some), now)
                     for slot in some:
                         del held[slot]
                 case 5:
@@ -393,8 +393,17 @@ class TestReuseLists:
             assert all(map(np.array_equal, one.arrays[:4], other.arrays[:4]))
             allowed = np.array([rng.random() < 0.8 for _ in range(capacity)], dtype=np.bool_)
             victims = both("order", rng.randint(-1, capacity + 1), allowed, now)
-            newcomers = rng.sample(absent, min(len(absent), len(victims) + rng.randint(0, 3)))
-            both("worth", newcomers, victims[: len(newcomers)], now, rng.choice((0.0, 0.5, 0.9, 2.0)))
+            both("offered", rng.sample(UNIVERSE, rng.randint(0, 9)))
+            if rng.random() < 0.5 and len(absent := [key for key in UNIVERSE if key not in held.values()]):
+                newcomers = rng.sample(absent, rng.randint(1, len(absent)))
+                count = min(len(victims), rng.randint(0, len(newcomers)))
+                stored_by = array([rng.choice((1, 1, 1, 1, 2)) for _ in range(capacity)])
+                worth = now, rng.choice((0.0, 0.5, 0.9, 2.0)), stored_by, 2
+                taken = both("take_for", newcomers, count, allowed, *worth).tolist()
+                assert taken == victims[: len(taken)].tolist()
+                assert 2 not in stored_by[taken]
+                for slot in taken:
+                    del held[slot]
             assert len(one.lists) == len(other.lists) == len(held)
 
     @pytest.mark.parametrize("kind", [_slots.ReuseLists, PythonReuseLists])
@@ -403,12 +412,11 @@ class TestReuseLists:
         lists.insert(array([0, 1]), UNIVERSE[:2], 0.0)
         with pytest.raises(ValueError, match="a key for each slot"):
             lists.insert(array([2]), UNIVERSE[:2], 0.0)
-        with pytest.raises(ValueError, match="a key for each slot"):
-            lists.leave(array([0, 1]), UNIVERSE[:1], 0.0)
         with pytest.raises(ValueError, match="a flag for each slot"):
             lists.use(array([0, 1]), np.ones(1, dtype=np.bool_), 0.0, 0)
-        with pytest.raises(ValueError, match="a key for each slot"):
-            lists.worth(UNIVERSE[:1], array([0, 1]), 0.0, 0.8)
+        for newcomers, stored_by in ((UNIVERSE[:1], np.zeros(4)), (UNIVERSE[:2], np.zeros(3))):
+            with pytest.raises(ValueError, match="a user for each slot, and a key for each victim"):
+                lists.take_for(newcomers, 2, np.ones(4, np.bool_), 0.0, 0.8, stored_by.astype(np.int64), 1)
         with pytest.raises(ValueError, match="each class and bin"):
             lists.count_idle(0, 9, 0.0, np.zeros(3))
         with pytest.raises(ValueError, match="each class and bin"):
@@ -421,9 +429,8 @@ class TestReuseLists:
         for call, arguments in (
             ("insert", (array([4]), UNIVERSE[:1], 0.0)),
             ("use", (array([-1]), flags[:1], 0.0, 0)),
-            ("leave", (array([4]), UNIVERSE[:1], 0.0)),
+            ("leave", (array([4]), 0.0)),
             ("remove", (array([4]), 0.0)),
-            ("worth", (UNIVERSE[:1], array([4]), 0.0, 0.8)),
         ):
             with pytest.raises(IndexError, match="slots from 0 to 3"):
                 getattr(lists, call)(*arguments)
@@ -431,7 +438,18 @@ class TestReuseLists:
             lists.use(array([0]), flags[:1], 0.0, 2)
         with pytest.raises(ValueError, match="a flag for each slot"):
             lists.order(1, flags[:3], 0.0)
-        for call in ("insert", "use", "order", "worth", "leave", "refuse", "remove", "count_idle", "derive"):
+        for call in (
+            "insert",
+            "use",
+            "order",
+            "offered",
+            "take_for",
+            "leave",
+            "refuse",
+            "remove",
+            "count_idle",
+            "derive",
+        ):
             with pytest.raises(TypeError):
                 getattr(lists, call)("one")
         with pytest.raises(TypeError):

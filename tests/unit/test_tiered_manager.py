@@ -552,6 +552,15 @@ def test_a_clean_shutdown_writes_hot_rows_for_a_few_seconds_at_most() -> None:
     assert len(tiered.tier.closed) == 1
 
 
+def test_a_shutdown_writes_hot_rows_before_those_that_wait() -> None:
+    """Guards offers that are written in the order in which they came, while seconds are left."""
+    tiered = Tiered(16, clock=TickingClock())
+    tiered.store(*range(16))
+    tiered.manager.touch(keys(9, 12), context("a"))
+    tiered.manager.shutdown()
+    assert demoted(tiered)[:2] == keys(9, 12)
+
+
 def test_a_shutdown_waits_only_for_rows_being_written() -> None:
     """Not for a tier that opens or announces. The clock stands still: a wait would not end."""
     tiered = Tiered(4096 + 16)

@@ -296,7 +296,7 @@ def test_log_lines_and_counts_of_a_run(llama: Path, said: list[str]) -> None:
         engine.generate([make_prompt(2, 20)])
     policy, start, summary, rest = said
     assert "kv_load_failure_policy is now 'recompute'" in policy
-    assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy lru" in start
+    assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy gittins" in start
     assert summary == (
         "kvtier, last 60 s: 96 prompt tokens loaded instead of computed (46% of the 210 that were not on "
         "the GPU); 144.0 KiB loaded, 144.0 KiB stored, "

@@ -21,7 +21,7 @@ from typer import Option
 
 from kvtier.cli.display import ProgressDisplay, print_result
 from kvtier.cli.streams import interruptible
-from kvtier.config import KVTierConfig
+from kvtier.config import DEFAULT_POLICY, KVTierConfig
 from kvtier.demo.model import cached_model
 from kvtier.demo.result import DemoResult
 from kvtier.demo.runs import run_demo
@@ -120,7 +120,7 @@ def demo_command(
     dtype: _Dtype = "float32",
     compute_dtype: _Compute = None,
     cpu_capacity: _Capacity = "512MiB",
-    policy: _Policy = "lru",
+    policy: _Policy = DEFAULT_POLICY,
     chunk_blocks: _Chunk = 1,
     block_size: _Block = 16,
     gpu_blocks: _Blocks = None,

@@ -24,7 +24,7 @@ from kvtier.cli.demo import expect_writable, write_whole
 from kvtier.cli.model_shape import read_config, read_shape
 from kvtier.cli.size import positive_size
 from kvtier.cli.streams import interruptible
-from kvtier.config import parse_size
+from kvtier.config import DEFAULT_POLICY, parse_size
 from kvtier.errors import ConfigError, InputError, ModelError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _Model = Annotated[
 _TokenBytes = Annotated[
     str | None, Option(metavar="SIZE", help="The bytes of a token's KV, over all ranks.")
 ]
-_Prefill = Annotated[float, Option(min=1.0, help="Tokens a second that the engine computes.")]
+_Prefill = Annotated[float, Option(min=1.0, max=1e12, help="Tokens a second that the engine computes.")]
 _Bus = Annotated[str, Option(metavar="SIZE", help="Bytes a second between the pool and the GPUs.")]
 _DiskBandwidth = Annotated[str, Option(metavar="SIZE", help="Bytes a second that the disk reads.")]
 _Write = Annotated[str, Option(help="When rows are written to the disk: through or evict.")]
@@ -57,9 +57,11 @@ _WriteLimit = Annotated[
     str | None,
     Option(metavar="SIZE", help="Bytes to write in 24 h; by default 4 capacities, 0 for no limit."),
 ]
-_MemoryPrice = Annotated[float | None, Option(min=0.0, help="Price of a GiB of memory for a month.")]
-_DiskPrice = Annotated[float | None, Option(min=0.0, help="Price of a GiB of disk for a month.")]
-_FlashWrites = Annotated[float, Option(min=1.0, help="How often the disk can be written over.")]
+_MemoryPrice = Annotated[
+    float | None, Option(min=0.0, max=1e12, help="Price of a GiB of memory for a month.")
+]
+_DiskPrice = Annotated[float | None, Option(min=0.0, max=1e12, help="Price of a GiB of disk for a month.")]
+_FlashWrites = Annotated[float, Option(min=1.0, max=1e12, help="How often the disk can be written over.")]
 _BlockTokens = Annotated[
     int, Option(min=1, max=1 << 20, help="Tokens of a block in CSV and JSONL of requests.")
 ]
@@ -75,7 +77,7 @@ def simulate_command(
     trace: _Trace,
     memory: _Sizes,
     disk: _Disks = ["0"],  # noqa: B006  typer copies it
-    policy: _Policies = ["lru"],  # noqa: B006
+    policy: _Policies = [DEFAULT_POLICY],  # noqa: B006
     chunk_tokens: _Chunks = None,
     model: _Model = None,
     bytes_per_token: _TokenBytes = None,

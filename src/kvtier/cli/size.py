@@ -51,7 +51,7 @@ _Memory = Annotated[str | None, Option(metavar="SIZE", help="Memory for the pool
 _Disk = Annotated[str | None, Option(metavar="SIZE", help="Room on a disk.")]
 _Bus = Annotated[str, Option(metavar="SIZE", help="Bytes a second between the pool and each GPU.")]
 _DiskBandwidth = Annotated[str, Option(metavar="SIZE", help="Bytes a second that the disk reads.")]
-_Prefill = Annotated[float, Option(min=1.0, help="Tokens a second that the engine computes.")]
+_Prefill = Annotated[float, Option(min=1.0, max=1e12, help="Tokens a second that the engine computes.")]
 
 
 @dataclass(frozen=True, slots=True)

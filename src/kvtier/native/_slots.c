@@ -1023,6 +1023,7 @@ typedef struct {
     PyObject_HEAD
     Py_ssize_t capacity, num_classes, num_bins, num_endings, length, every;
     int32_t *newer, *older;
+    uint64_t *hashes;                    /* of the keys, by slot */
     Ghosts ghosts;
     Array chunks, gone;                  /* of Chunk: by slot, and by position among the ghosts */
     Array used, given_up, indices;       /* of double, by class and bin */
@@ -1142,75 +1143,78 @@ static void remember_one(Reuse *self, uint64_t hash, Chunk chunk, double now) {
     *oldest = chunk;
 }
 
-/* What `with_keys` does for each key, whose slot is NONE if there are no slots. */
-typedef void OnKey(Reuse *self, int32_t slot, uint64_t hash, double now);
-
-static void insert_one_chunk(Reuse *self, int32_t slot, uint64_t hash, double now) {
+static void insert_chunk(Reuse *self, int32_t slot, uint64_t hash, double now) {
     uint8_t uses = recall_one(self, hash, now);
+    self->hashes[slot] = hash;
     *chunk_at(&self->chunks, slot) = (Chunk){now, uses, class_of(self, uses, self->num_endings - 1), 0};
 }
 
-static void leave_one(Reuse *self, int32_t slot, uint64_t hash, double now) {
-    Chunk *chunk = chunk_at(&self->chunks, slot);
-    if (self->newer[slot] != NONE) unlink_classed(self, slot);
-    remember_one(self, hash, *chunk, now);
-    chunk->is_idle = 0;
-}
-
-static void refuse_one(Reuse *self, int32_t slot, uint64_t hash, double now) {
-    uint8_t uses = recall_one(self, hash, now);
-    (void)slot;
-    remember_one(self, hash, (Chunk){now, uses, class_of(self, uses, self->num_endings - 1), 1}, now);
-}
-
-/* Call a function for each key of a list, and its slot if there are slots; -1 with an exception set. */
-static int for_each_key(Reuse *self, PyObject *keys, const Array *slots, double now, OnKey *call) {
-    Some some;
-    Py_ssize_t count, total = count_keys(keys);
-    if (total < 0) return -1;
-    if (slots != NULL && slots->count != total) {
-        PyErr_SetString(PyExc_ValueError, "expected a key for each slot");
-        return -1;
-    }
-    for (Py_ssize_t start = 0; start < total; start += count) {
-        count = hash_some(&self->ghosts.table, keys, start, some.keys, some.hashes);
-        if (count < 0) return -1;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            int32_t slot = slots == NULL ? NONE : (int32_t)get(slots, start + i);
-            call(self, slot, some.hashes[i], now);
-        }
-    }
-    return 0;
-}
-
-/* Call a function for each of the slots and keys of the arguments `slots, keys, now`. */
-static PyObject *with_keys(PyObject *object, PyObject *const *args, Py_ssize_t num_args, OnKey *call,
-                           int links) {
+static PyObject *reuse_insert(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     Reuse *self = (Reuse *)object;
     Array slots;
+    Some some;
+    Py_ssize_t count, start = 0;
     if (num_args != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", num_args);
     double now = PyFloat_AsDouble(args[2]);
+    Py_ssize_t total = count_keys(args[1]);
     if (PyErr_Occurred() || borrow_slots(args[0], 0, self->capacity, &slots) < 0) return NULL;
-    int status = for_each_key(self, args[1], &slots, now, call);
-    for (Py_ssize_t i = slots.count - 1; links && status == 0 && i >= 0; i--) {
-        link_classed(self, (int32_t)get(&slots, i));
+    if (slots.count != total) {
+        give_back(&slots);
+        return PyErr_Format(PyExc_ValueError, "expected a key for each slot");
     }
+    for (; (count = hash_some(&self->ghosts.table, args[1], start, some.keys, some.hashes)) > 0;
+         start += count) {
+        for (Py_ssize_t i = 0; i < count; i++) {
+            insert_chunk(self, (int32_t)get(&slots, start + i), some.hashes[i], now);
+        }
+    }
+    for (Py_ssize_t i = total - 1; count == 0 && i >= 0; i--) link_classed(self, (int32_t)get(&slots, i));
     give_back(&slots);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *reuse_insert(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
-    return with_keys(self, args, num_args, insert_one_chunk, 1);
-}
-
-static PyObject *reuse_leave(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
-    return with_keys(self, args, num_args, leave_one, 0);
+/* Remember the keys of a list from `start` on as chunks that are not stored; -1 with an exception set. */
+static int refuse_from(Reuse *self, PyObject *keys, Py_ssize_t start, double now) {
+    Some some;
+    Py_ssize_t count;
+    for (; (count = hash_some(&self->ghosts.table, keys, start, some.keys, some.hashes)) > 0;
+         start += count) {
+        for (Py_ssize_t i = 0; i < count; i++) {
+            uint8_t uses = recall_one(self, some.hashes[i], now);
+            Chunk chunk = {now, uses, class_of(self, uses, self->num_endings - 1), 1};
+            remember_one(self, some.hashes[i], chunk, now);
+        }
+    }
+    return (int)count;
 }
 
 static PyObject *reuse_refuse(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
     if (num_args != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
     double now = PyFloat_AsDouble(args[1]);
-    if (PyErr_Occurred() || for_each_key((Reuse *)self, args[0], NULL, now, refuse_one) < 0) return NULL;
+    if (PyErr_Occurred() || count_keys(args[0]) < 0) return NULL;
+    return refuse_from((Reuse *)self, args[0], 0, now) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* Unlink slots and remember their chunks. */
+static void leave_all(Reuse *self, const Array *slots, Py_ssize_t count, double now) {
+    fetch_oldest(&self->ghosts, 0, count);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int32_t slot = (int32_t)get(slots, i);
+        if (self->newer[slot] == NONE) continue;
+        unlink_classed(self, slot);
+        remember_one(self, self->hashes[slot], *chunk_at(&self->chunks, slot), now);
+        chunk_at(&self->chunks, slot)->is_idle = 0;
+    }
+}
+
+static PyObject *reuse_leave(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    Array slots;
+    if (num_args != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
+    double now = PyFloat_AsDouble(args[1]);
+    if (PyErr_Occurred() || borrow_slots(args[0], 0, self->capacity, &slots) < 0) return NULL;
+    leave_all(self, &slots, slots.count, now);
+    give_back(&slots);
     return Py_NewRef(Py_None);
 }
 
@@ -1299,22 +1303,32 @@ static Py_ssize_t list_in_order(const Reuse *self, const Array *allowed, double 
     return done;
 }
 
-static PyObject *reuse_order(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
-    Reuse *self = (Reuse *)object;
+/* List up to `count` slots, those that leave first, at the beginning of a new array that is borrowed as
+ * `out`. NULL with an exception set. */
+static PyObject *order_some(const Reuse *self, Py_ssize_t count, PyObject *flags, double now, Array *out,
+                            Py_ssize_t *listed) {
     PyObject *slots = NULL;
-    Array allowed, out;
-    if (num_args != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", num_args);
-    Py_ssize_t count = PyLong_AsSsize_t(args[0]);
-    double now = PyFloat_AsDouble(args[2]);
-    if (PyErr_Occurred() || borrow(args[1], 1, 0, &allowed) < 0) return NULL;
+    Array allowed;
+    if (borrow(flags, 1, 0, &allowed) < 0) return NULL;
     if (count > self->length) count = self->length;
     if (allowed.count < self->capacity) {
         PyErr_SetString(PyExc_ValueError, "expected a flag for each slot");
-    } else if ((slots = new_slots(count < 0 ? 0 : count, &out)) != NULL) {
-        slots = leading_part(slots, &out, list_in_order(self, &allowed, now, &out));
+    } else if ((slots = new_slots(count < 0 ? 0 : count, out)) != NULL) {
+        *listed = list_in_order(self, &allowed, now, out);
     }
     give_back(&allowed);
     return slots;
+}
+
+static PyObject *reuse_order(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Array out;
+    Py_ssize_t listed;
+    if (num_args != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", num_args);
+    Py_ssize_t count = PyLong_AsSsize_t(args[0]);
+    double now = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *slots = order_some((Reuse *)object, count, args[1], now, &out, &listed);
+    return slots == NULL ? NULL : leading_part(slots, &out, listed);
 }
 
 /* Return the index of a chunk that a request begins to use; -1 with an exception set. */
@@ -1326,33 +1340,65 @@ static double offered_index(const Reuse *self, PyObject *object) {
     return number(&self->indices, class_of(self, uses, self->num_endings - 1) * self->num_bins);
 }
 
-static PyObject *reuse_worth(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
-    Reuse *self = (Reuse *)object;
-    Array victims;
-    if (num_args != 4) return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", num_args);
-    double now = PyFloat_AsDouble(args[2]), admission = PyFloat_AsDouble(args[3]), offered = -1;
-    Py_ssize_t num_keys = count_keys(args[0]), taken = 0, left;
-    if (PyErr_Occurred() || borrow_slots(args[1], 0, self->capacity, &victims) < 0) return NULL;
-    left = victims.count;
-    if (num_keys < left) {
-        give_back(&victims);
-        return PyErr_Format(PyExc_ValueError, "expected a key for each slot");
+static PyObject *reuse_offered(PyObject *object, PyObject *keys) {
+    Py_ssize_t count = count_keys(keys);
+    PyObject *indices = count < 0 ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; indices != NULL && i < count; i++) {
+        double index = offered_index((Reuse *)object, PyList_GetItem(keys, i));
+        PyObject *number = index < 0 ? NULL : PyFloat_FromDouble(index);
+        if (number == NULL || PyList_Append(indices, number) < 0) Py_CLEAR(indices);
+        Py_XDECREF(number);
     }
-    while (taken < left) {
-        double needed = admission * index_of(self, chunk_at(&self->chunks, get(&victims, taken)), now, NULL);
+    return indices;
+}
+
+/* Return how many of the first `count` victims are worth less than the newcomers that need their slots. Of
+ * the first `num_keys` newcomers the last are refused first. -1 with an exception set. */
+static Py_ssize_t count_worth(const Reuse *self, PyObject *newcomers, Py_ssize_t num_keys,
+                              const Array *victims, Py_ssize_t count, double now, double admission) {
+    Py_ssize_t taken = 0;
+    double offered = -1;
+    while (taken < count) {
+        double needed = admission * index_of(self, chunk_at(&self->chunks, get(victims, taken)), now, NULL);
         /* The last key that is not refused yet is the next to be refused. */
-        if (offered < 0) offered = offered_index(self, PyList_GetItem(args[0], num_keys - 1));
-        if (offered < 0) break;
+        if (offered < 0) offered = offered_index(self, PyList_GetItem(newcomers, num_keys - 1));
+        if (offered < 0) return -1;
         if (offered >= needed) {
             taken++;
         } else {
-            left--;
+            count--;
             num_keys--;
             offered = -1;
         }
     }
-    give_back(&victims);
-    return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(taken);
+    return taken;
+}
+
+/* One call, because each call from Python takes as long as some slots. */
+static PyObject *reuse_take_for(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Reuse *self = (Reuse *)object;
+    Array stored_by, out;
+    Py_ssize_t listed, others = 0, taken = -1;
+    if (num_args != 7) return PyErr_Format(PyExc_TypeError, "expected 7 arguments, got %zd", num_args);
+    Py_ssize_t num_keys = count_keys(args[0]), count = PyLong_AsSsize_t(args[1]);
+    double now = PyFloat_AsDouble(args[3]), admission = PyFloat_AsDouble(args[4]);
+    int64_t user = PyLong_AsLongLong(args[6]);
+    if (PyErr_Occurred() || borrow(args[5], 8, 0, &stored_by) < 0) return NULL;
+    PyObject *slots = order_some(self, count, args[2], now, &out, &listed);
+    if (slots == NULL) {
+        give_back(&stored_by);
+        return NULL;
+    }
+    if (stored_by.count < self->capacity || num_keys < listed) {
+        PyErr_SetString(PyExc_ValueError, "expected a user for each slot, and a key for each victim");
+    } else {
+        while (others < listed && get(&stored_by, get(&out, others)) != user) others++;
+        taken = count_worth(self, args[0], num_keys - listed + others, &out, others, now, admission);
+        if (taken >= 0 && refuse_from(self, args[0], num_keys - listed + taken, now) < 0) taken = -1;
+        if (taken > 0) leave_all(self, &out, taken, now);
+    }
+    give_back(&stored_by);
+    return leading_part(slots, &out, taken);
 }
 
 /* -- what is learnt */
@@ -1509,6 +1555,7 @@ static void reuse_dealloc(PyObject *object) {
     Reuse *self = (Reuse *)object;
     PyMem_Free(self->newer);
     PyMem_Free(self->older);
+    PyMem_Free(self->hashes);
     free_ghosts(&self->ghosts);
     give_back(&self->chunks);
     give_back(&self->gone);
@@ -1540,7 +1587,9 @@ static int make_lists(Reuse *self) {
     size_t links = (size_t)(capacity + self->num_classes);
     self->newer = PyMem_Malloc(links * sizeof *self->newer);
     self->older = PyMem_Malloc(links * sizeof *self->older);
-    if (self->newer == NULL || self->older == NULL || make_ghosts(&self->ghosts, self->gone.count, 1) < 0) {
+    self->hashes = PyMem_Malloc((size_t)capacity * sizeof *self->hashes);
+    if (self->newer == NULL || self->older == NULL || self->hashes == NULL ||
+        make_ghosts(&self->ghosts, self->gone.count, 1) < 0) {
         PyErr_NoMemory();
         return -1;
     }
@@ -1575,7 +1624,8 @@ static PyMethodDef reuse_methods[] = {
     {"insert", (PyCFunction)(void (*)(void))reuse_insert, METH_FASTCALL, NULL},
     {"use", (PyCFunction)(void (*)(void))reuse_use, METH_FASTCALL, NULL},
     {"order", (PyCFunction)(void (*)(void))reuse_order, METH_FASTCALL, NULL},
-    {"worth", (PyCFunction)(void (*)(void))reuse_worth, METH_FASTCALL, NULL},
+    {"offered", reuse_offered, METH_O, NULL},
+    {"take_for", (PyCFunction)(void (*)(void))reuse_take_for, METH_FASTCALL, NULL},
     {"leave", (PyCFunction)(void (*)(void))reuse_leave, METH_FASTCALL, NULL},
     {"refuse", (PyCFunction)(void (*)(void))reuse_refuse, METH_FASTCALL, NULL},
     {"remove", (PyCFunction)(void (*)(void))reuse_remove, METH_FASTCALL, NULL},

@@ -89,6 +89,14 @@ class Demotions:
                 self.unwritten += 1
         self._progress = self._clock()
 
+    def offer_first(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Queue ready rows before all that are queued."""
+        self.offer(tier, keys)
+        offers = self._offers[tier]
+        for key in reversed(keys):
+            if key in offers:
+                offers.move_to_end(key, last=False)
+
     def submit(self) -> None:
         """Give each tier as many of its offers as it may have at a time.
 

@@ -229,14 +229,13 @@ class TieredOffloadingManager(OffloadingManager):
         new = [key for key in coldest if key not in self._offered_ahead]
         self._offered_ahead = set(coldest)
         for tier in self._write_ahead_tiers:
-            self._offer_absent(tier, new)
+            self._demotions.offer(tier, self._absent(tier, new))
 
-    def _offer_absent(self, tier: Tier, keys: list[OffloadKey]) -> None:
-        """Offer a tier those of the chunks that it does not have."""
+    @staticmethod
+    def _absent(tier: Tier, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the chunks that a tier does not have."""
         held = tier.lookup_many(keys)
-        absent = [key for key, is_held in zip(keys, held, strict=True) if not is_held]
-        if absent:
-            self._demotions.offer(tier, absent)
+        return [key for key, is_held in zip(keys, held, strict=True) if not is_held]
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -326,7 +325,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.waits.reset()
         hot = self.pool.demotable(self.pool.hottest())
         for tier in self.tiers:
-            self._offer_absent(tier, hot)
+            self._demotions.offer_first(tier, self._absent(tier, hot))
         self.end_step()
         while self._is_writing() and self._clock() < until:
             for tier in self.tiers:

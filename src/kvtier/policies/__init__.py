@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from kvtier.errors import ConfigError, InputError, KVTierError, show_value
-from kvtier.policies.base import UNKNOWN_ENDING, CachePolicy, Ending, KeysOf, OwnOf, Slots
+from kvtier.policies.base import UNKNOWN_ENDING, CachePolicy, Ending, KeysOf, Slots
 from kvtier.policies.gittins import GittinsPolicy
 from kvtier.policies.recency import ARCPolicy, LRUPolicy
 
@@ -26,7 +26,6 @@ __all__ = [
     "GittinsPolicy",
     "KeysOf",
     "LRUPolicy",
-    "OwnOf",
     "Slots",
     "make_policy",
     "policy_names",

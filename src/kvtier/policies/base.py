@@ -24,8 +24,6 @@ from kvtier.keys import OffloadKey
 Slots = npt.NDArray[np.int64]
 KeysOf = Callable[[Slots], list[OffloadKey]]
 """Returns the keys of the chunks in slots."""
-OwnOf = Callable[[Slots], npt.NDArray[np.bool_]]
-"""Returns for each slot whether the request that new chunks belong to has stored its chunk."""
 ENDINGS = ("unknown", "tool", "turn")
 """How a request may have ended: nobody knows, with a call of a tool, or with the end of a turn."""
 
@@ -88,10 +86,13 @@ class CachePolicy(ABC):
         count: int,
         evictable: npt.NDArray[np.bool_],
         keys_of: KeysOf,
-        are_own: OwnOf,
+        stored_by: Slots,
+        user: int,
     ) -> Slots:
         """Evict up to `count` slots for new chunks, ordered head to tail.
 
+        `stored_by` has a number for each slot, that of the request that stored its chunk; the new chunks are
+        of the request with the number `user`.
         A policy may return fewer slots if the last newcomers are worth less than the chunks that would have
         to leave. They are not stored then. By default every newcomer is worth it.
         """
@@ -100,6 +101,14 @@ class CachePolicy(ABC):
     def refuse(self, newcomers: list[OffloadKey]) -> None:
         """Take note of new chunks that are not stored because a chunk before them was not worth it."""
         return
+
+    def worth(self, newcomers: list[OffloadKey]) -> npt.NDArray[np.float64] | None:
+        """Return what each new chunk is worth, where one that was never seen before is worth 1.
+
+        `None`, the default, means that the policy cannot tell. A tier that may not write all new chunks asks
+        this.
+        """
+        return None
 
     @abstractmethod
     def remove(self, slots: Slots) -> None:

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.policies.base import CachePolicy, Ending, KeysOf, OwnOf, Slots
+from kvtier.policies.base import CachePolicy, Ending, KeysOf, Slots
 from kvtier.policies.reuse import NUM_CLASSES, ReuseModel, ending_number
-from kvtier.policies.slots import CHUNK
+from kvtier.policies.slots import CHUNK, Numbers
 
 _GHOSTS = 6
 """Chunks remembered after they left, for each slot."""
@@ -96,7 +96,10 @@ class GittinsPolicy(CachePolicy):
     # -- leaving -----------------------------------------------------------------------------------
 
     def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
-        return self._leave(self.coldest(count, evictable), keys_of, self.clock())
+        now = self.clock()
+        victims = self._lists.order(count, evictable, now)
+        self._lists.leave(victims, now)
+        return victims
 
     def evict_for(
         self,
@@ -104,25 +107,19 @@ class GittinsPolicy(CachePolicy):
         count: int,
         evictable: npt.NDArray[np.bool_],
         keys_of: KeysOf,
-        are_own: OwnOf,
+        stored_by: Slots,
+        user: int,
     ) -> Slots:
         now = self.clock()
-        found = victims = self._lists.order(count, evictable, now)
-        own = are_own(victims)
-        if own.any():
-            victims = victims[: own.argmax()]
-        victims = victims[: self._lists.worth(newcomers, victims, now, _ADMISSION)]
-        if len(victims) < len(found):
-            self.refuse(newcomers[len(victims) - len(found) :])
-        return self._leave(victims, keys_of, now)
+        return self._lists.take_for(newcomers, count, evictable, now, _ADMISSION, stored_by, user)
 
     def refuse(self, newcomers: list[OffloadKey]) -> None:
         self._lists.refuse(newcomers, self.clock())
 
-    def _leave(self, slots: Slots, keys_of: KeysOf, now: float) -> Slots:
-        """Unrank slots and remember their chunks."""
-        self._lists.leave(slots, keys_of(slots), now)
-        return slots
+    def worth(self, newcomers: list[OffloadKey]) -> Numbers | None:
+        if not self.model.has_learnt():
+            return None
+        return np.array(self._lists.offered(newcomers)) / self.model.newest_index()
 
     def remove(self, slots: Slots) -> None:
         self._lists.remove(slots, self.clock())

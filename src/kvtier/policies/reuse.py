@@ -14,6 +14,7 @@ that old habits are forgotten and the model stays bounded. The model survives a 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def ending_number(ending: Ending | None) -> int:
     """
     if ending is None:
         return NUM_ENDINGS - 1
-    length = 1 if ending.num_tokens is None else sum(ending.num_tokens >= bound for bound in ANSWERS)
+    length = 1 if ending.num_tokens is None else bisect_right(ANSWERS, ending.num_tokens)
     return length * len(ENDINGS) + (ENDINGS.index(ending.how) if ending.how in ENDINGS else 0)
 
 
@@ -100,6 +101,14 @@ class ReuseModel:
             self._used *= 0.5
             self._given_up *= 0.5
             self._chunks, self._squares = self._chunks / 2.0, self._squares / 2.0
+
+    def has_learnt(self) -> bool:
+        """Return whether any idle time was seen."""
+        return bool(self._used.any() or self._given_up.any())
+
+    def newest_index(self) -> float:
+        """Return the index of a chunk that was never seen before."""
+        return float(self.indices[NUM_ENDINGS - 1, 0])
 
     # -- reports and restarts ----------------------------------------------------------------------
 

@@ -314,6 +314,7 @@ class PythonReuseLists:
         self._num_classes = len(used) // len(ages)
         self._lists: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self._num_classes)]
         self._class_of: dict[int, int] = {}
+        self._keys: dict[int, OffloadKey] = {}
         self._ghosts = PythonGhosts(len(gone), 1)
 
     def __len__(self) -> int:
@@ -329,6 +330,7 @@ class PythonReuseLists:
         for slot, key in zip(slots.tolist(), keys, strict=True):
             uses = self._recall(key, now)
             self._chunks[slot] = now, uses, self._number_of_class(uses, running), False
+            self._keys[slot] = key
         self._link(slots)
 
     def use(self, slots: Slots, reused: Mask, now: float, ending: int, /) -> None:
@@ -376,32 +378,54 @@ class PythonReuseLists:
             ordered.append(left[self._class_of[slot]].pop())
         return slot_array(ordered)
 
-    def worth(self, newcomers: list[OffloadKey], victims: Slots, now: float, admission: float, /) -> int:
-        """Return how many of the victims should leave for newcomers, of which the last are refused first.
+    def offered(self, newcomers: list[OffloadKey], /) -> list[float]:
+        """Return the index of each new chunk, which a request begins to use."""
+        return [self._offered(key) for key in newcomers]
 
-        A newcomer is worth it if its index is at least `admission` times that of the victim.
+    def _offered(self, key: OffloadKey) -> float:
+        position = self._ghosts.position(key)
+        uses = 1 if position == ABSENT else min(255, int(self._gone[position]["uses"]) + 1)
+        return float(self._indices[self._number_of_class(uses, self._num_endings - 1) * self._num_bins])
+
+    def take_for(
+        self,
+        newcomers: list[OffloadKey],
+        count: int,
+        allowed: Mask,
+        now: float,
+        admission: float,
+        stored_by: Slots,
+        user: int,
+        /,
+    ) -> Slots:
+        """Remove and return up to `count` slots for newcomers of this user, and remember their chunks.
+
+        The slots are taken in the order of `order`, and none from the first on whose chunk the user has
+        stored. A newcomer is worth it if its index is at least `admission` times that of the chunk there.
+        The last newcomers are refused first, and remembered as by `refuse`.
         """
-        if len(newcomers) < len(victims):
-            raise ValueError("expected a key for each slot")
-        taken, refused = 0, 0
-        while taken + refused < len(victims):
-            position = self._ghosts.position(newcomers[-1 - refused])
-            uses = 1 if position == ABSENT else min(255, int(self._gone[position]["uses"]) + 1)
-            offered = self._indices[self._number_of_class(uses, self._num_endings - 1) * self._num_bins]
-            if offered >= admission * self._index(int(victims[taken]), now):
+        found = self.order(count, allowed, now)
+        if len(newcomers) < len(found) or len(stored_by) < len(self._chunks):
+            raise ValueError("expected a user for each slot, and a key for each victim")
+        others = list(takewhile(lambda slot: stored_by[slot] != user, found.tolist()))
+        taken, without = 0, len(newcomers) - len(found)  # newcomers that need no slot of another chunk
+        stored = without + len(others)
+        while taken < stored - without:
+            if self._offered(newcomers[stored - 1]) >= admission * self._index(others[taken], now):
                 taken += 1
             else:
-                refused += 1
-        return taken
+                stored -= 1
+        self.refuse(newcomers[stored:], now)
+        self.leave(found[:taken], now)
+        return found[:taken]
 
-    def leave(self, slots: Slots, keys: list[OffloadKey], now: float, /) -> None:
+    def leave(self, slots: Slots, now: float, /) -> None:
         """Remove slots, and remember their chunks."""
-        if len(slots) != len(keys):
-            raise ValueError("expected a key for each slot")
-        for slot, key in zip(slots.tolist(), keys, strict=True):
-            self._unlink(slot)
-            self._remember(key, tuple(self._chunks[slot]), now)
-            self._chunks[slot]["is_idle"] = False
+        for slot in slots.tolist():
+            if slot in self._class_of:
+                self._unlink(slot)
+                self._remember(self._keys[slot], tuple(self._chunks[slot]), now)
+                self._chunks[slot]["is_idle"] = False
 
     def refuse(self, keys: list[OffloadKey], now: float, /) -> None:
         """Remember chunks that are not stored, as if they had left at once."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.config import DiskConfig, GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.config import DEFAULT_POLICY, DiskConfig, GroupConfig, KVTierConfig, OffloadingConfig
 from kvtier.connector.explain import Explanation
 from kvtier.connector.metadata import (
     CachedRequest,
@@ -83,8 +83,8 @@ class Served:
 
 
 def make_settings(
-    memory: int, disk: int = 0, policy: str = "lru", write: str = "through", write_limit: int | None = None,
-    *, load_if_faster: bool = True,
+    memory: int, disk: int = 0, policy: str = DEFAULT_POLICY, write: str = "through",
+    write_limit: int | None = None, *, load_if_faster: bool = True,
 ) -> KVTierConfig:  # fmt: skip
     """Return the settings of an engine with this memory and disk."""
     table: dict[str, Any] = {"cpu": {"capacity": memory, "policy": policy}, "load_if_faster": load_if_faster}

@@ -56,11 +56,12 @@ class TierDriver:
         self.tier.set_buffer(self.buffer)
 
     def demote(
-        self, *numbers: int, version: int = 0, deadline: float = 1e9, cuts: int = 1
+        self, *numbers: int, version: int = 0, deadline: float = 1e9, cuts: int = 1, tenant: str = ""
     ) -> tuple[int, list[OffloadKey]]:
         """Offer rows; return the job and the keys that were taken."""
         memory = {key(number): bytearray(content(number, version)) for number in numbers}
         job = self._job(Direction.DEMOTE, memory, deadline, cuts)
+        job.tenant = tenant
         taken = self.tier.demote(job)
         job.lent.intersection_update(taken)
         return job.job_id, [job.keys[at] for at in taken]

@@ -15,8 +15,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 from kvtier.policies import Ending, Slots
@@ -205,14 +207,30 @@ class SlotTier(IOTier):
         return positions
 
     def _within_limit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Leave out keys that the write limit forbids: beyond it, a row must be offered a second time."""
+        """Leave out keys that the write limit forbids.
+
+        What is left of the limit goes to the rows that are worth most. Beyond it, a row must be worth more
+        than a new one; if the policy cannot tell, it must be offered a second time.
+        """
         room = self._limit.room
         if room is None or len(keys) * self.row_bytes <= room:
             return keys
-        within = room // self.row_bytes
-        forbidden = dict.fromkeys(key for key in keys[within:] if not self._offered.get(key))
+        table = self._expect_table()
+        worth = table.worth(keys)
+        if worth is None:
+            worth = np.array([2.0 if self._offered.get(key) else 1.0 for key in keys])
+        is_written = worth > 1.0
+        is_written[_best(worth, room // self.row_bytes)] = True
+        forbidden = list(compress(keys, (~is_written).tolist()))
         self._offered.record(forbidden, True)
-        return [key for key in keys if key not in forbidden]
+        table.refuse(forbidden)
+        return list(compress(keys, is_written.tolist()))
+
+    def _within_bounds(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Leave out the rows that are worth least, the last first, if not all fit into the queue."""
+        count = len(super()._within_bounds(keys))
+        worth = None if count == len(keys) else self._expect_table().worth(keys)
+        return keys[:count] if worth is None else [keys[at] for at in sorted(_best(worth, count).tolist())]
 
     # -- outcomes of rows --------------------------------------------------------------------------
 
@@ -413,6 +431,11 @@ class SlotTier(IOTier):
     def _expect_table(self) -> SlotTable:
         assert self._table is not None, "rows come back only from a table that gave them slots"
         return self._table
+
+
+def _best(worth: npt.NDArray[np.float64], count: int) -> Slots:
+    """Return the positions of the `count` highest numbers; between equal ones, the first."""
+    return np.argsort(-worth, kind="stable")[:count]
 
 
 def _as_list(keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -41,6 +41,7 @@ from kvtier.tiers.disk.folder import (
     learnt_bytes,
     open_file,
     place_name,
+    reserve_learnt,
     taken_bytes,
 )
 from kvtier.tiers.disk.format import (
@@ -154,6 +155,7 @@ class DiskFiles(Backend):
             files = cls._open_files(folder, header, os.O_RDWR | os.O_CREAT)
             try:
                 files._take_space()
+                reserve_learnt(folder, capacity)
                 files._save_header(both=True)
                 scope = SealScope(namespace, header.epoch)
                 found = files._read_records(scope)
@@ -170,7 +172,10 @@ class DiskFiles(Backend):
         folder = parent / place_name(namespace, row_bytes)
         stride, described = _strides(row_bytes, description_bytes)
         with _explained(folder):
-            slots, before = _count_slots(parent, folder, capacity, stride, described), taken_bytes(folder)
+            slots = _count_slots(parent, folder, capacity, stride, described)
+            if not slots:
+                reserve_learnt(folder, 0)
+            before = taken_bytes(folder)
             sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
             for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):
                 _cut(folder / name, size)  # first the records, which announce rows

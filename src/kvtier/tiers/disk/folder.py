@@ -34,7 +34,7 @@ from kvtier.errors import OutsideError
 from kvtier.tiers.disk.format import HEADER_BYTES, PAGE_BYTES, VERSION, DiskHeader, pack_header, read_header
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
-_LEARNT = "learnt"
+_LEARNT, _LEARNT_NEW = "learnt", "learnt.new"
 _MOST_LEARNT = 6 * PAGE_BYTES
 """The most bytes that are kept of what a policy has learnt."""
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
@@ -49,12 +49,18 @@ def place_name(namespace: str, row_bytes: int) -> str:
 
 
 def taken_bytes(folder: Path) -> int:
-    """Return the bytes that the files of a folder take on the disk; 0 if the folder does not exist."""
+    """Return the bytes that the files of a folder take on the disk; 0 if the folder does not exist.
+
+    What a policy has learnt counts with all of its room, or others would take what it does not need yet.
+    """
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
-            with suppress(OSError):  # the file has gone, or is a link to nothing
-                total += os.stat(os.path.join(root, file)).st_blocks * 512
+            if file == _LEARNT:
+                total += 2 * _MOST_LEARNT
+            elif file != _LEARNT_NEW:
+                with suppress(OSError):  # the file has gone, or is a link to nothing
+                    total += os.stat(os.path.join(root, file)).st_blocks * 512
     return total
 
 
@@ -88,16 +94,28 @@ def read_learnt(folder: Path) -> bytes:
 
 
 def save_learnt(folder: Path, data: bytes) -> None:
-    """Save what a policy has learnt, unless it is too long.
+    """Save what a policy has learnt, unless it is too long or has no room.
 
     A reader finds these bytes or those before, whatever happens.
     """
-    if len(data) > _MOST_LEARNT:
+    if len(data) > _MOST_LEARNT or not os.path.lexists(folder / _LEARNT):
         return
-    new = folder / f"{_LEARNT}.new"
+    new = folder / _LEARNT_NEW
     with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(data)
     new.replace(folder / _LEARNT)
+
+
+def reserve_learnt(folder: Path, capacity: int) -> None:
+    """Have room for what a policy learns at a place, or none if the capacity is too small for that.
+
+    A file stands for it, empty at first.
+    """
+    if not learnt_bytes(capacity):
+        (folder / _LEARNT).unlink(missing_ok=True)
+        (folder / _LEARNT_NEW).unlink(missing_ok=True)
+    elif not os.path.lexists(folder / _LEARNT):
+        os.close(open_file(folder / _LEARNT, os.O_WRONLY | os.O_CREAT))
 
 
 class FolderLock:

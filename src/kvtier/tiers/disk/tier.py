@@ -41,7 +41,6 @@ from kvtier.tiers.disk.folder import (
     find_rank_places,
     find_ranks,
     is_owned,
-    learnt_bytes,
     place_name,
     read_learnt,
     save_learnt,
@@ -381,7 +380,7 @@ class DiskTier(SlotTier):
         files.expect_there()
         if self._lock is not None and not self._lock.is_held:
             raise FileNotFoundError(errno.ENOENT, "expected the lock that was taken, found another")
-        if habits and learnt_bytes(self.config.capacity // self._ranks):
+        if habits:
             save_learnt(files.folder, habits)
         ticks = files.save_ticks()
         prices, written = dict(self.prices), self._limit.save()
