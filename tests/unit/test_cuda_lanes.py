@@ -29,7 +29,7 @@ from kvtier.transfer.cuda.commands import PythonSubmitter
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import Begun, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import Pinning
-from kvtier.transfer.cuda.pieces import Piece, group_sizes
+from kvtier.transfer.cuda.pieces import Piece, PoolMap, group_sizes
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +109,21 @@ class TestPythonSubmitter(TestManyPieces):
     @pytest.fixture(autouse=True)
     def _compile_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(commands, "CompiledSubmitter", None)
+
+
+@pytest.mark.parametrize(("alignment", "is_short"), [(16, True), (8, False)])
+def test_packed_blocks_off_their_alignment_go_through_buffers(
+    alignment: int, is_short: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a rank behind another one whose images have an odd length."""
+    monkeypatch.setattr(PoolMap, "alignment", lambda *part: alignment)
+    rig = Rig(TestPacked())
+    fake.calls.clear()
+    assert rig.run_store(0, GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0, 1])).success
+    copies = [name for name, *_ in fake.calls if name.startswith("cuMemcpy")]
+    assert (not copies) == is_short
+    rig.check()
+    rig.close()
 
 
 @compiled_only

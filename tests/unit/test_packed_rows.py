@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.cuda_kit import FakeDriver
 
 from kvtier.config import (
     CPUConfig,
@@ -26,6 +27,8 @@ from kvtier.pool import Pool
 from kvtier.testing.kit import ManualClock
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
 from kvtier.transfer.compare import RowComparer
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler
+from kvtier.transfer.cuda.memory import Pinning
 from kvtier.transfer.host import HostHandler, HostLoadHandler, HostStoreHandler, Spans
 from kvtier.transfer.layout import canonicalize
 
@@ -37,6 +40,7 @@ LAYOUTS = {
     "heads_first": (NUM_BLOCKS, HEADS, TOKENS, 2 * DIM),
 }
 PATIENCE = 30.0
+Handler = HostHandler | CudaHandler
 
 
 def make_config(
@@ -56,9 +60,11 @@ def make_config(
 
 
 class Rig:
-    """An engine's cache of normal values in bfloat16, a pool and handlers."""
+    """An engine's cache of normal values in bfloat16, a pool and handlers: those of a host, or those of a
+    GPU over a driver that copies on the host.
+    """
 
-    def __init__(self, layout: str = "blocks_first", **options: Any) -> None:
+    def __init__(self, layout: str = "blocks_first", *, on_gpu: bool = False, **options: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = LAYOUTS[layout]
         self.layers = {
@@ -70,10 +76,18 @@ class Rig:
         self.config = make_config((group,), **options)
         self.pool = Pool.open("packed", self.config.num_slots, self.config.slot_bytes)
         self.kv_caches = canonicalize(self.layers, self.config.groups, num_blocks=NUM_BLOCKS)
-        self.spans = Spans(self.kv_caches, self.pool, self.config)
         self.clock = ManualClock()
-        self.store = HostStoreHandler(self.spans, 10.0, clock=self.clock)
-        self.load = HostLoadHandler(self.spans, 10.0, clock=self.clock)
+        self.store: Handler
+        self.load: Handler
+        if on_gpu:
+            pinning = Pinning(self.pool, lambda: None, pin=lambda *some: None, unpin=lambda *some: None)
+            memory = CudaMemory(self.kv_caches, self.pool, self.config, pinning=pinning)
+            self.store = CudaStoreHandler(memory, 10.0, clock=self.clock)
+            self.load = CudaLoadHandler(memory, 10.0, clock=self.clock)
+        else:
+            spans = Spans(self.kv_caches, self.pool, self.config)
+            self.store = HostStoreHandler(spans, 10.0, clock=self.clock)
+            self.load = HostLoadHandler(spans, 10.0, clock=self.clock)
         self.axis = LAYOUTS[layout].index(NUM_BLOCKS)
 
     def block(self, number: int) -> list[bytes]:
@@ -88,9 +102,7 @@ class Rig:
             page = layer.select(self.axis, number)
             page.copy_(torch.full_like(page, torch.inf))
 
-    def run(
-        self, handler: HostHandler, blocks: list[int], slots: list[int], first: int = 0
-    ) -> TransferResult:
+    def run(self, handler: Handler, blocks: list[int], slots: list[int], first: int = 0) -> TransferResult:
         gpu, cpu = GPULoadStoreSpec(blocks, [len(blocks)], [first]), CPULoadStoreSpec(slots)
         assert handler.transfer_async(1, (gpu, cpu) if handler is self.store else (cpu, gpu))
         assert handler.wait({1}, PATIENCE)
@@ -98,9 +110,12 @@ class Rig:
         return result
 
 
-@pytest.fixture(params=LAYOUTS)
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(request.param)
+@pytest.fixture(params=[(layout, on_gpu) for layout in LAYOUTS for on_gpu in (False, True)], ids=str)
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    layout, on_gpu = request.param
+    if on_gpu:
+        FakeDriver(copies=True).use(monkeypatch)
+    rig = Rig(layout, on_gpu=on_gpu)
     yield rig
     for handler in (rig.store, rig.load):
         handler.check()
@@ -177,8 +192,9 @@ def test_a_damaged_block_fails_its_load_as_wrong_bytes(rig: Rig) -> None:
     assert rig.block(8) == rig.block(3)
 
 
-def test_a_load_that_ends_early_blames_no_chunk_that_had_no_time(rig: Rig) -> None:
+def test_a_load_that_ends_early_blames_no_chunk_that_had_no_time() -> None:
     """One block is damaged, and others did not arrive in time: nobody knows yet whose bytes are wrong."""
+    rig = Rig()
     assert rig.run(rig.store, [3, 5, 6], [0, 1, 2]).success
     rig.pool.rows[0, 4] ^= 1
     rig.load.piece_bytes = 1
