@@ -19,6 +19,8 @@ from tests.ports import free_port
 from tests.vllm.device import engine_options
 from tests.vllm.models import VOCAB
 
+from kvtier.keys import get_offload_group_idx
+
 BLOCK = 32
 """Tokens of a block: the least that vLLM's CPU backend takes."""
 
@@ -126,15 +128,23 @@ class Engine:
         self.settle()
         assert self.llm.reset_prefix_cache(reset_connector=tiers_too)
 
-    def falsify_pool(self) -> None:
-        """Change all that the pool holds, behind everybody's back: the sign of each number in it, float32 or
-        bfloat16.
+    def falsify_pool(self, group: int | None = None) -> None:
+        """Change all that the pool holds, or what it holds of a group, behind everybody's back: the sign of
+        each number in it, float32 or bfloat16. A second call changes it back.
 
         What is loaded stays finite. A GPU's process would end at the first token that it samples from no
         number.
         """
-        for row in self.worker._connector.connector_worker.spec.open_pool().rows:
-            row[1::2] ^= 0x80
+        rows = self.worker._connector.connector_worker.spec.open_pool().rows
+        for slot in range(len(rows)) if group is None else self._slots_of(group):
+            rows[slot][1::2] ^= 0x80
+
+    def _slots_of(self, group: int) -> list[int]:
+        """Return the slots of the pool that hold chunks of a group."""
+        table = self.connector._connector.connector_scheduler.manager._table
+        held = table.held_slots()
+        keys = zip(held.tolist(), table.keys(held), strict=True)
+        return [slot for slot, key in keys if get_offload_group_idx(key) == group]
 
     @property
     def free_blocks(self) -> int:

@@ -134,6 +134,33 @@ def save_qwen3_next(folder: Path, repeats: int = 1) -> Path:
     return folder
 
 
+def save_family(folder: Path, kind: str, dtype: str = "float32", **config: Any) -> Path:
+    """Save a small model of the family that transformers calls `kind`. A setting that is `None` is left to
+    transformers.
+
+    Its attention, states and windows all matter: embeddings are small, or they would decide alone, and so is
+    what other parts of a layer add.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # Else some lie beyond the vocabulary.
+    tokens = {f"{name}_token_id": None for name in ("pad", "bos", "eos")}
+    shape = {name: value for name, value in (_SHAPE | config).items() if value is not None}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **tokens))
+    model = model.to(getattr(torch, dtype))
+    _remember_long(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "embed" in name:
+                weight *= 0.03
+            elif name.endswith("down_proj.weight"):
+                weight *= 0.1
+    model.save_pretrained(folder)
+    return folder
+
+
 def _remember_long(model: Any) -> None:
     """Have states keep tokens for about a thousand others: by chance they forget most within ten."""
     import math
