@@ -193,19 +193,26 @@ def test_polling_sees_the_pieces_that_have_arrived(sim: SimDriver) -> None:
 def test_a_job_that_was_ended_takes_no_other_jobs_time(
     sim: SimDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is ended while a short piece before it, on another stream, is still under way."""
+    """It is ended while the piece of another job before it, on another stream, is still under way."""
     cut_small(monkeypatch, 4 * BLOCK)
-    rig = Rig(Lanes(), "blocks_first", page=PAGE)
+    monkeypatch.setattr(Lanes, "options", {"direct_bytes": PAGE})
+    rig = Rig(Lanes(), "blocks_first", page=PAGE, num_groups=2)
     lane = lane_of(rig.store)
-    assert rig.store.transfer_async(0, (GPULoadStoreSpec([1, 2, 3]), CPULoadStoreSpec([0, 1, 2])))
-    assert rig.store.transfer_async(1, (GPULoadStoreSpec([4]), CPULoadStoreSpec([3])))
-    sim.frozen = {lane._side}
+
+    def start(job: int, direct: list[int], small: list[int]) -> None:
+        gpu = GPULoadStoreSpec([*direct, *small], [len(direct), len(small)], [0, 0])
+        slots = CPULoadStoreSpec(range(4 * job, 4 * job + len(direct) + len(small)))
+        assert rig.store.transfer_async(job, (gpu, slots))
+
+    start(0, [], [1, 2, 3])
+    start(1, [4], [])
+    sim.frozen = {lane._kernels}
     rig.store.cancel({1})
-    assert sim.streams[lane._side], "the short piece is still under way"
+    assert sim.streams[lane._kernels], "the piece of the first job is still under way"
     rig.store.get_finished()
-    assert rig.store.transfer_async(2, (GPULoadStoreSpec([5]), CPULoadStoreSpec([4])))
-    sim.frozen = {lane._kernels, lane._args_stream, lane._copies}
-    sim.run(lane._side)
+    start(2, [5], [])
+    sim.frozen = {lane._args_stream, lane._copies, lane._side}
+    sim.run(lane._kernels)
     assert [result.job_id for result in rig.store.get_finished()] == [0]
     sim.frozen = set()
     assert finish(rig.store, 2).success
