@@ -40,6 +40,7 @@ from kvtier.tiers import factory
 from kvtier.tiers.base import Direction
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
+from kvtier.tiers.disk import folder as folder_module
 from kvtier.tiers.disk.folder import FolderLock, learnt_bytes, place_name, taken_bytes
 from kvtier.tiers.disk.format import description_stride, pack_description, read_description
 from kvtier.tiers.slot_tier import WriteLimit
@@ -260,6 +261,46 @@ def test_damaged_knowledge_of_the_policy_is_nothing(
         assert driver.tier.habits() == GittinsPolicy(1).learnt()
         assert driver.fetch(1) == {1: content(1)}
         learnt.unlink()
+    assert main(["disk", "habits", str(tmp_path)]) == 0
+
+
+def _spoil(path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Put something in the place of a file that nobody can read or write."""
+    if how == "fails":
+        open_file = folder_module.open_file
+
+        def fail(file: Path, flags: int) -> int:
+            if file.name == path.name:
+                raise OSError(errno.EIO, "Input/output error", str(file))
+            return open_file(file, flags)
+
+        monkeypatch.setattr(folder_module, "open_file", fail)
+        return
+    path.unlink(missing_ok=True)
+    {"link": lambda: path.symlink_to("records"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[how]()
+
+
+@pytest.mark.parametrize("name", ["learnt", "learnt.new"])
+@pytest.mark.parametrize("how", ["link", "pipe", "folder", "fails"])
+def test_rows_and_their_order_do_not_depend_on_what_the_policy_has_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    """Guards a tier that does not open, gives up its rows or forgets their last uses for such a file."""
+    settings: dict[str, Any] = {"settings": {"policy": "gittins", "capacity": 1 << 20}}
+    with opened(tmp_path, **settings) as driver:
+        driver.store(1, 2, 3)
+        _spoil(place_of(tmp_path) / name, monkeypatch, how)
+        driver.tier.touch(keys(1), Ending(500))
+        driver.clock.now += 61
+        driver.wait(lambda: not disk(driver)._saving.is_running and disk(driver)._save_at > driver.clock.now)
+        assert driver.tier.lookup_many(keys(1, 2, 3)) == [True] * 3
+        driver.tier.touch(keys(2), Ending(500))
+    with opened(tmp_path, **settings) as driver:
+        table = disk(driver)._table
+        assert table is not None
+        newest_first = np.argsort(-table.ticks[table.find(keys(1, 2, 3))])
+        assert newest_first.tolist() == [1, 0, 2]
+        assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
     assert main(["disk", "habits", str(tmp_path)]) == 0
 
 
