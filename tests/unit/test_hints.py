@@ -17,6 +17,7 @@ from kvtier.hints import NO_HINTS, Hints, read_hints, tenant_of
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.policies import CachePolicy, Ending, KeysOf, LRUPolicy, Slots
+from kvtier.slot_marks import SlotMarks
 
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 KEEP, DROP, LOW, HIGH = Hints(keep=60.0), Hints(drop=True), Hints(priority=-1), Hints(keep=100, priority=1)
@@ -286,6 +287,40 @@ def test_a_tenant_whose_chunks_are_all_in_use_asks_again_later() -> None:
     assert not context.is_cut, "its chunks are worth it"
     cache.manager.complete_load(own, spec)
     assert cache.manager.prepare_store(chunks("new", 2), context) is not None
+
+
+@POLICIES
+def test_a_greedy_tenant_keeps_its_share_while_another_is_read(policy: str) -> None:
+    """Guards a tenant that gives what another one has too much, because that cannot leave now."""
+    cache = Cache(20, policy, share=0.25)
+    for tenant, count in (("modest", 4), ("greedy", 7), ("greediest", 9)):
+        cache.ask(chunks(tenant, count), tenant=tenant)
+    cache.manager.prepare_load(chunks("greediest", 8), ReqContext())
+    cache.ask(chunks("new", 4), tenant="new")
+    assert cache.manager.stats().by_tenant == {"modest": 3, "greedy": 5, "greediest": 8, "new": 4}
+
+
+@pytest.mark.parametrize("num_read", [0, 150])
+def test_thousands_of_greedy_tenants_cost_a_step_nothing(
+    num_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a search through all tenants with more than their share, over all slots for each."""
+    cache, looked_at = Cache(400, "lru", share=0.0025), 0
+    for tenant in range(200):
+        cache.ask(chunks(str(tenant), 2), tenant=str(tenant))
+    for tenant in range(num_read):
+        cache.manager.prepare_load(chunks(str(tenant), 2), ReqContext())
+    groups = SlotMarks.groups
+
+    def count_groups(*args: Any) -> Any:
+        nonlocal looked_at
+        looked_at += 1
+        return groups(*args)
+
+    monkeypatch.setattr(SlotMarks, "groups", count_groups)
+    cache.ask(chunks("new", 4), tenant="new")
+    assert cache.manager.stats().by_tenant["new"] == 1
+    assert looked_at <= 4
 
 
 def test_a_tenant_keeps_half_of_its_share_at_most() -> None:
