@@ -325,3 +325,18 @@ def test_sweeps_cover_every_combination_in_several_processes() -> None:
         gib = result.cell.memory_bytes * 2.0 + result.cell.disk_bytes * 0.1
         monthly = result.tokens_saved / trace.seconds * 30 * 86_400
         assert result.cost_per_million_tokens == pytest.approx(gib / (1 << 30) / monthly * 1e6)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_room_that_a_trace_cannot_fill_costs_no_memory(policy: str, write: str) -> None:
+    """Guards books for all slots of a fleet's disk, which take more memory than a machine has."""
+    trace = make_trace([names or [0] for names in random_prompts(Random(5), 200, names=3, longest=5)])
+    found = []
+    for size in (20 << 20, 1 << 50):
+        room = (Capacity("", size=size),)
+        sweep = Sweep(room, room, (policy,), (CHUNK,), TOKEN_BYTES, SPEEDS, write)
+        (result,) = run_sweep(trace, sweep, jobs=1)
+        assert result.hit_rate == result.hit_rate_optimum == result.hit_rate_infinite > 0.5
+        found.append((result.hit_rate_memory, result.first_token_p99, result.disk_written_per_day))
+    assert found[0] == found[1]
