@@ -277,7 +277,12 @@ def _spoil(path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         monkeypatch.setattr(folder_module, "open_file", fail)
         return
     path.unlink(missing_ok=True)
-    {"link": lambda: path.symlink_to("records"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[how]()
+    make = {
+        "link": lambda: path.symlink_to("records"),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }
+    make[how]()
 
 
 @pytest.mark.parametrize("name", ["learnt", "learnt.new"])

@@ -424,3 +424,9 @@ def test_bad_hints_say_nothing_and_cost_one_line(caplog: pytest.LogCaptureFixtur
 def test_one_bad_hint_leaves_the_others() -> None:
     given = {"keep": "5m", "priority": "urgent", "ending": ["turn"], "drop": 0, "unknown": 1}
     assert read_hints({"kvtier": given}, 60.0, LogLimit()) == Hints(keep=60.0)
+
+
+@pytest.mark.parametrize("name", ["keep", "drop", "priority", "ending"])
+def test_a_hint_of_a_type_that_compares_as_it_likes_is_ignored(name: str) -> None:
+    """Guards the scheduler's thread against arrays, which a caller in the same process may give."""
+    assert read_hints({"kvtier": {name: np.array([1, 2])}}, 60.0, LogLimit()) == NO_HINTS
