@@ -187,6 +187,19 @@ def test_requests_are_derived_from_a_recording(tmp_path: Path) -> None:
     assert any("Of 1 requests the first blocks" in note for note in trace.notes)
 
 
+@pytest.mark.parametrize("stores", [[(1, 1)], [(2, 1), (3, 2), (1, 3)]])
+def test_a_recording_in_which_a_block_follows_itself_is_refused(
+    tmp_path: Path, stores: list[tuple[int, int]]
+) -> None:
+    """Guards a search for the head of a prefix that has none: it took all memory, and did not end."""
+    with RecordingWriter(tmp_path / "trace") as writer:
+        for seq, (parent, block) in enumerate([*stores, (1, 9)]):
+            batch = KVEventBatch(10.0 * seq, [stored(parent, block)])
+            writer.write(RecordedBatch(batch.ts, seq, msgspec.msgpack.encode(batch)))
+    with pytest.raises(InputError, match=r"trace: expected blocks that follow others, got [123], which"):
+        read_trace(tmp_path / "trace")
+
+
 # -- the optimum -----------------------------------------------------------------------------------
 
 
