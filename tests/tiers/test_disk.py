@@ -223,6 +223,23 @@ def test_what_the_policy_has_learnt_outlives_a_restart(
     assert "s" in shown
 
 
+def test_a_disk_without_habits_leaves_the_pool_its_own(tmp_path: Path) -> None:
+    """Guards what the pool has learnt while the disk was being opened."""
+    pool = CPUOffloadingManager(4, "gittins")
+    pool.prepare_store(keys(1, 2), ReqContext(req_id="1"))
+    for number in range(8):
+        pool.policy.clock = lambda number=number: 10.0 * number  # type: ignore[method-assign]
+        pool.touch(keys(1, 2), ReqContext(req_id=str(number), ending=Ending(500)))
+    learnt = pool.policy.learnt()
+    assert learnt != GittinsPolicy(1).learnt()
+    with opened(tmp_path, settings={"policy": "gittins"}) as driver:
+        manager = TieredOffloadingManager(
+            pool, np.zeros((4, ROW_BYTES), dtype=np.uint8), [ConfiguredTier(driver.tier)]
+        )
+        manager.end_step()
+    assert pool.policy.learnt() == learnt
+
+
 def test_what_is_learnt_has_its_room_from_the_start(tmp_path: Path) -> None:
     """Guards places that grow beyond the capacity when their policy begins to learn."""
     more: dict[str, Any] = {"slots": 2, "settings": {"capacity": 1 << 20}}

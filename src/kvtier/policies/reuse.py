@@ -117,7 +117,7 @@ class ReuseModel:
         return _MAGIC + np.stack((self._used, self._given_up)).astype("<f4").tobytes()
 
     def take_bytes(self, data: bytes) -> bool:
-        """Begin with what another model had learnt; return whether the bytes were those of one."""
+        """Begin with what another model had learnt, if anything; return whether the bytes were those of one."""
         if len(data) != len(_MAGIC) + 8 * NUM_CLASSES * NUM_BINS or not data.startswith(_MAGIC):
             return False
         found = np.frombuffer(data, "<f4", offset=len(_MAGIC))
@@ -126,8 +126,9 @@ class ReuseModel:
         counts = found.astype(np.float64)
         if counts.min() < 0 or counts.sum() > 4 * _MOST_COUNTS:
             return False
-        self._used[:], self._given_up[:] = counts.reshape(2, -1)
-        self.derive(self.new_counts())
+        if counts.any():  # else what was learnt here since the start is more
+            self._used[:], self._given_up[:] = counts.reshape(2, -1)
+            self.derive(self.new_counts())
         return True
 
     def habits(self) -> Iterator[Habit]:
