@@ -117,7 +117,7 @@ class ReuseModel:
         return _MAGIC + np.stack((self._used, self._given_up)).astype("<f4").tobytes()
 
     def take_bytes(self, data: bytes) -> bool:
-        """Begin with what another model had learnt, if anything; return whether the bytes were those of one."""
+        """Begin with what another model had learnt, if anything; return whether it was one's bytes."""
         if len(data) != len(_MAGIC) + 8 * NUM_CLASSES * NUM_BINS or not data.startswith(_MAGIC):
             return False
         found = np.frombuffer(data, "<f4", offset=len(_MAGIC))
