@@ -145,7 +145,7 @@ def is_text(value: object) -> bool:
 
 def one_of(*choices: str) -> Reader:
     def read(path: str, value: object) -> str:
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:  # other types may compare as they like
             close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
             hint = f"; did you mean {close[0]!r}?" if close else ""
             expected = " or ".join(map(repr, choices))

@@ -166,15 +166,24 @@ class SlotMarks:
         number = self._numbers.get(tenant, _NOBODY)
         room = min(count, self.limit - self._used[number] - num_free)
         if room > 0:
-            excess = 0
+            gone, may_leave = 0, self._evictable_by_owner(evictable)
             for other in sorted(self._above, key=self._used.__getitem__, reverse=True):
-                excess += self._used[other] - self.limit
-                theirs, most = self._owners == other, min(room, excess)
-                yield from ((group & theirs, True, most) for group, _ in self.groups(evictable, now))
+                if gone >= room:
+                    break
+                if may_leave[other]:
+                    used, theirs = self._used[other], self._owners == other
+                    most = min(room, gone + used - self.limit)
+                    yield from ((group & theirs, True, most) for group, _ in self.groups(evictable, now))
+                    gone += used - self._used[other]
             yield from ((group, low, room) for group, low in self.groups(evictable, now))
         if number != _NOBODY:
             own = self._owners == number
             yield from ((group & own, low, count) for group, low in self.groups(evictable, now))
+
+    def _evictable_by_owner(self, evictable: Mask) -> npt.NDArray[np.int64]:
+        """Count the evictable chunks by the number of their owner."""
+        most = len(self._numbers) + len(self._spare_numbers)
+        return np.bincount(self._owners[evictable], minlength=most + 1)
 
     def available(self, tenant: str, num_free: int, evictable: Mask) -> int:
         """Count the slots that a tenant may fill: free ones, its own, and others' up to its share."""

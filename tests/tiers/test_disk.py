@@ -40,6 +40,7 @@ from kvtier.tiers import factory
 from kvtier.tiers.base import Direction
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
+from kvtier.tiers.disk import folder as folder_module
 from kvtier.tiers.disk.folder import FolderLock, learnt_bytes, place_name, taken_bytes
 from kvtier.tiers.disk.format import description_stride, pack_description, read_description
 from kvtier.tiers.slot_tier import WriteLimit
@@ -222,6 +223,23 @@ def test_what_the_policy_has_learnt_outlives_a_restart(
     assert "s" in shown
 
 
+def test_a_disk_without_habits_leaves_the_pool_its_own(tmp_path: Path) -> None:
+    """Guards what the pool has learnt while the disk was being opened."""
+    pool = CPUOffloadingManager(4, "gittins")
+    pool.prepare_store(keys(1, 2), ReqContext(req_id="1"))
+    for number in range(8):
+        pool.policy.clock = lambda number=number: 10.0 * number  # type: ignore[method-assign]
+        pool.touch(keys(1, 2), ReqContext(req_id=str(number), ending=Ending(500)))
+    learnt = pool.policy.learnt()
+    assert learnt != GittinsPolicy(1).learnt()
+    with opened(tmp_path, settings={"policy": "gittins"}) as driver:
+        manager = TieredOffloadingManager(
+            pool, np.zeros((4, ROW_BYTES), dtype=np.uint8), [ConfiguredTier(driver.tier)]
+        )
+        manager.end_step()
+    assert pool.policy.learnt() == learnt
+
+
 def test_what_is_learnt_has_its_room_from_the_start(tmp_path: Path) -> None:
     """Guards places that grow beyond the capacity when their policy begins to learn."""
     more: dict[str, Any] = {"slots": 2, "settings": {"capacity": 1 << 20}}
@@ -260,6 +278,51 @@ def test_damaged_knowledge_of_the_policy_is_nothing(
         assert driver.tier.habits() == GittinsPolicy(1).learnt()
         assert driver.fetch(1) == {1: content(1)}
         learnt.unlink()
+    assert main(["disk", "habits", str(tmp_path)]) == 0
+
+
+def _spoil(path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Put something in the place of a file that nobody can read or write."""
+    if how == "fails":
+        open_file = folder_module.open_file
+
+        def fail(file: Path, flags: int) -> int:
+            if file.name == path.name:
+                raise OSError(errno.EIO, "Input/output error", str(file))
+            return open_file(file, flags)
+
+        monkeypatch.setattr(folder_module, "open_file", fail)
+        return
+    path.unlink(missing_ok=True)
+    make = {
+        "link": lambda: path.symlink_to("records"),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }
+    make[how]()
+
+
+@pytest.mark.parametrize("name", ["learnt", "learnt.new"])
+@pytest.mark.parametrize("how", ["link", "pipe", "folder", "fails"])
+def test_rows_and_their_order_do_not_depend_on_what_the_policy_has_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    """Guards a tier that does not open, gives up its rows or forgets their last uses for such a file."""
+    settings: dict[str, Any] = {"settings": {"policy": "gittins", "capacity": 1 << 20}}
+    with opened(tmp_path, **settings) as driver:
+        driver.store(1, 2, 3)
+        _spoil(place_of(tmp_path) / name, monkeypatch, how)
+        driver.tier.touch(keys(1), Ending(500))
+        driver.clock.now += 61
+        driver.wait(lambda: not disk(driver)._saving.is_running and disk(driver)._save_at > driver.clock.now)
+        assert driver.tier.lookup_many(keys(1, 2, 3)) == [True] * 3
+        driver.tier.touch(keys(2), Ending(500))
+    with opened(tmp_path, **settings) as driver:
+        table = disk(driver)._table
+        assert table is not None
+        newest_first = np.argsort(-table.ticks[table.find(keys(1, 2, 3))])
+        assert newest_first.tolist() == [1, 0, 2]
+        assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
     assert main(["disk", "habits", str(tmp_path)]) == 0
 
 

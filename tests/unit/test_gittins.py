@@ -296,6 +296,7 @@ def test_chunks_of_long_requests_tell_no_more_than_their_requests() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_damaged_bytes_are_not_taken(seed: int) -> None:
+    """The last case is a NaN of which numpy warns when it is cast."""
     rng, data = random.Random(seed), bytearray(ReuseModel().to_bytes())
     match seed % 4:
         case 0:
@@ -304,8 +305,10 @@ def test_damaged_bytes_are_not_taken(seed: int) -> None:
             data[rng.randrange(16)] ^= 1 << rng.randrange(8)
         case 2:
             data += b"more"
-        case 3:
+        case 3 if seed < 19:
             data[-4:] = np.array([rng.choice((-1.0, np.inf, np.nan, 1e12))], dtype="<f4").tobytes()
+        case 3:
+            data[-4:] = (0x7F800001).to_bytes(4, "little")
     model = ReuseModel()
     assert not model.take_bytes(bytes(data))
     assert (model.indices == ReuseModel().indices).all()

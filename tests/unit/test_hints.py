@@ -17,6 +17,7 @@ from kvtier.hints import NO_HINTS, Hints, read_hints, tenant_of
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.policies import CachePolicy, Ending, KeysOf, LRUPolicy, Slots
+from kvtier.slot_marks import SlotMarks
 
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 KEEP, DROP, LOW, HIGH = Hints(keep=60.0), Hints(drop=True), Hints(priority=-1), Hints(keep=100, priority=1)
@@ -288,6 +289,40 @@ def test_a_tenant_whose_chunks_are_all_in_use_asks_again_later() -> None:
     assert cache.manager.prepare_store(chunks("new", 2), context) is not None
 
 
+@POLICIES
+def test_a_greedy_tenant_keeps_its_share_while_another_is_read(policy: str) -> None:
+    """Guards a tenant that gives what another one has too much, because that cannot leave now."""
+    cache = Cache(20, policy, share=0.25)
+    for tenant, count in (("modest", 4), ("greedy", 7), ("greediest", 9)):
+        cache.ask(chunks(tenant, count), tenant=tenant)
+    cache.manager.prepare_load(chunks("greediest", 8), ReqContext())
+    cache.ask(chunks("new", 4), tenant="new")
+    assert cache.manager.stats().by_tenant == {"modest": 3, "greedy": 5, "greediest": 8, "new": 4}
+
+
+@pytest.mark.parametrize("num_read", [0, 150])
+def test_thousands_of_greedy_tenants_cost_a_step_nothing(
+    num_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a search through all tenants with more than their share, over all slots for each."""
+    cache, looked_at = Cache(400, "lru", share=0.0025), 0
+    for tenant in range(200):
+        cache.ask(chunks(str(tenant), 2), tenant=str(tenant))
+    for tenant in range(num_read):
+        cache.manager.prepare_load(chunks(str(tenant), 2), ReqContext())
+    groups = SlotMarks.groups
+
+    def count_groups(*args: Any) -> Any:
+        nonlocal looked_at
+        looked_at += 1
+        return groups(*args)
+
+    monkeypatch.setattr(SlotMarks, "groups", count_groups)
+    cache.ask(chunks("new", 4), tenant="new")
+    assert cache.manager.stats().by_tenant["new"] == 1
+    assert looked_at <= 4
+
+
 def test_a_tenant_keeps_half_of_its_share_at_most() -> None:
     cache = Cache(40, "lru", 0.5)
     cache.flood(20, "a", KEEP)
@@ -389,3 +424,9 @@ def test_bad_hints_say_nothing_and_cost_one_line(caplog: pytest.LogCaptureFixtur
 def test_one_bad_hint_leaves_the_others() -> None:
     given = {"keep": "5m", "priority": "urgent", "ending": ["turn"], "drop": 0, "unknown": 1}
     assert read_hints({"kvtier": given}, 60.0, LogLimit()) == Hints(keep=60.0)
+
+
+@pytest.mark.parametrize("name", ["keep", "drop", "priority", "ending"])
+def test_a_hint_of_a_type_that_compares_as_it_likes_is_ignored(name: str) -> None:
+    """Guards the scheduler's thread against arrays, which a caller in the same process may give."""
+    assert read_hints({"kvtier": {name: np.array([1, 2])}}, 60.0, LogLimit()) == NO_HINTS

@@ -187,6 +187,19 @@ def test_requests_are_derived_from_a_recording(tmp_path: Path) -> None:
     assert any("Of 1 requests the first blocks" in note for note in trace.notes)
 
 
+@pytest.mark.parametrize("stores", [[(1, 1)], [(2, 1), (3, 2), (1, 3)]])
+def test_a_recording_in_which_a_block_follows_itself_is_refused(
+    tmp_path: Path, stores: list[tuple[int, int]]
+) -> None:
+    """Guards a search for the head of a prefix that has none: it took all memory, and did not end."""
+    with RecordingWriter(tmp_path / "trace") as writer:
+        for seq, (parent, block) in enumerate([*stores, (1, 9)]):
+            batch = KVEventBatch(10.0 * seq, [stored(parent, block)])
+            writer.write(RecordedBatch(batch.ts, seq, msgspec.msgpack.encode(batch)))
+    with pytest.raises(InputError, match=r"trace: expected blocks that follow others, got [123], which"):
+        read_trace(tmp_path / "trace")
+
+
 # -- the optimum -----------------------------------------------------------------------------------
 
 
@@ -325,3 +338,18 @@ def test_sweeps_cover_every_combination_in_several_processes() -> None:
         gib = result.cell.memory_bytes * 2.0 + result.cell.disk_bytes * 0.1
         monthly = result.tokens_saved / trace.seconds * 30 * 86_400
         assert result.cost_per_million_tokens == pytest.approx(gib / (1 << 30) / monthly * 1e6)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_room_that_a_trace_cannot_fill_costs_no_memory(policy: str, write: str) -> None:
+    """Guards books for all slots of a fleet's disk, which take more memory than a machine has."""
+    trace = make_trace([names or [0] for names in random_prompts(Random(5), 200, names=3, longest=5)])
+    found = []
+    for size in (20 << 20, 1 << 50):
+        room = (Capacity("", size=size),)
+        sweep = Sweep(room, room, (policy,), (CHUNK,), TOKEN_BYTES, SPEEDS, write)
+        (result,) = run_sweep(trace, sweep, jobs=1)
+        assert result.hit_rate == result.hit_rate_optimum == result.hit_rate_infinite > 0.5
+        found.append((result.hit_rate_memory, result.first_token_p99, result.disk_written_per_day))
+    assert found[0] == found[1]

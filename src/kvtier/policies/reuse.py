@@ -117,15 +117,18 @@ class ReuseModel:
         return _MAGIC + np.stack((self._used, self._given_up)).astype("<f4").tobytes()
 
     def take_bytes(self, data: bytes) -> bool:
-        """Begin with what another model had learnt; return whether the bytes were those of one."""
-        shape = 2, NUM_CLASSES, NUM_BINS
-        if len(data) != len(_MAGIC) + 4 * int(np.prod(shape)) or not data.startswith(_MAGIC):
+        """Begin with what another model had learnt, if anything; return whether it was one's bytes."""
+        if len(data) != len(_MAGIC) + 8 * NUM_CLASSES * NUM_BINS or not data.startswith(_MAGIC):
             return False
-        counts = np.frombuffer(data, "<f4", offset=len(_MAGIC)).astype(np.float64).reshape(shape)
-        if not (np.isfinite(counts).all() and counts.min() >= 0 and counts.sum() <= 4 * _MOST_COUNTS):
+        found = np.frombuffer(data, "<f4", offset=len(_MAGIC))
+        if not np.isfinite(found).all():  # before the cast, which warns of some that are no numbers
             return False
-        self._used[:], self._given_up[:] = counts.reshape(2, -1)
-        self.derive(self.new_counts())
+        counts = found.astype(np.float64)
+        if counts.min() < 0 or counts.sum() > 4 * _MOST_COUNTS:
+            return False
+        if counts.any():  # else what was learnt here since the start is more
+            self._used[:], self._given_up[:] = counts.reshape(2, -1)
+            self.derive(self.new_counts())
         return True
 
     def habits(self) -> Iterator[Habit]:

@@ -266,7 +266,7 @@ def _read_recording(path: Path) -> Trace:
             request = _Chain(time)
             requests.append(request)
             orphans += parent is not None and parent not in parents
-            request.names = _chain_to(parent, parents)
+            request.names = _chain_to(path, parent, parents)
         request.time = time
         request.names += names
         for name in names:
@@ -312,10 +312,13 @@ def _stores(path: Path) -> Iterator[tuple[float, BlockStored]]:
                         yield record.time, event
 
 
-def _chain_to(name: object, parents: Mapping[object, object]) -> list[object]:
+def _chain_to(path: Path, name: object, parents: Mapping[object, object]) -> list[object]:
     """Return the blocks from the head of a prefix to this one."""
-    names: list[object] = []
+    names: dict[object, None] = {}
     while name is not None:
-        names.append(name)
+        if name in names:
+            got = f"{show_value(name)}, which follows itself"
+            raise InputError(f"{path}: expected blocks that follow others, got {got}")
+        names[name] = None
         name = parents.get(name)
-    return names[::-1]
+    return list(names)[::-1]

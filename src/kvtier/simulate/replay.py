@@ -15,6 +15,7 @@ One thread uses a simulator. `Simulator` makes manager and clock; `serve` is the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,10 @@ LOAD_SECONDS = 0.01
 _AHEAD_POLLS = 8
 """With `write: evict`, rows are looked for once in so many polls. An engine polls more often than that."""
 _MOST_ASKS = 10_000
+_SPARE_SLOTS = 64
+"""Free slots that a pool has at least if its trace cannot fill it, beside as many as there are chunks: rows
+are written ahead of their eviction when few slots are free.
+"""
 _ENDINGS = dict.fromkeys(("tool", "tool_calls", "tool_use"), "tool") | dict.fromkeys(
     ("turn", "stop", "end_turn"), "turn"
 )
@@ -133,23 +138,29 @@ class _Spec(OffloadingSpec):
 
 
 class Simulator:
-    """An engine's connector over a pool and perhaps a disk, without the engine and without bytes."""
+    """An engine's connector over a pool and perhaps a disk, without the engine and without bytes.
 
-    def __init__(self, config: OffloadingConfig, speeds: Speeds) -> None:
+    Of slots that a trace with so many different chunks can never fill, few are made: the others would cost
+    memory and change nothing.
+    """
+
+    def __init__(self, config: OffloadingConfig, speeds: Speeds, num_chunks: int | None = None) -> None:
         settings = config.settings
+        most_slots = sys.maxsize if num_chunks is None else 2 * num_chunks + _SPARE_SLOTS
+        num_slots = min(config.num_slots, most_slots)
         self.config, self.speeds, self.clock = config, speeds, SimulatedClock()
         self.chunk_tokens = config.groups[0].block_size
-        policy = make_timed_policy(settings.cpu.policy, config.num_slots, self.clock)
-        pool = CPUOffloadingManager(config.num_slots, policy, store_threshold=settings.store_threshold)
+        policy = make_timed_policy(settings.cpu.policy, num_slots, self.clock)
+        pool = CPUOffloadingManager(num_slots, policy, store_threshold=settings.store_threshold)
         self.manager: CPUOffloadingManager | TieredOffloadingManager = pool
         self.disk: SimulatedDisk | None = None
         self._polls = 0
         for tier in settings.tiers:
             assert isinstance(tier, DiskConfig), "make_settings gives no other"
-            self.disk = SimulatedDisk(tier, config.row_bytes, self.clock, speeds.disk)
+            self.disk = SimulatedDisk(tier, config.row_bytes, self.clock, speeds.disk, most_slots)
             self.manager = TieredOffloadingManager(
                 pool,
-                np.zeros((config.num_slots, 0), dtype=np.uint8),
+                np.zeros((num_slots, 0), dtype=np.uint8),
                 [ConfiguredTier(self.disk, tier.write)],
                 row_bytes=config.row_bytes,
                 store_deadline=settings.store_deadline,

@@ -135,7 +135,7 @@ def simulate_cell(trace: Trace, sweep: Sweep, cell: Cell) -> CellResult:
     """Replay the trace with one combination."""
     settings = make_settings(cell.memory_bytes, cell.disk_bytes, cell.policy, sweep.write, sweep.write_limit)
     config = make_config(settings, cell.chunk_tokens, sweep.bytes_per_token)
-    simulator = Simulator(config, sweep.speeds)
+    simulator = Simulator(config, sweep.speeds, trace.num_chunks(cell.chunk_tokens))
     served = list(replay(trace, simulator))
     simulator.manager.check()
     prompts = np.array([request.prompt_tokens for request in trace.requests])

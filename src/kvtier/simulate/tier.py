@@ -93,12 +93,17 @@ class _NoBackend(Backend):
 
 
 class SimulatedDisk(SlotTier):
-    """A disk with the slots, the policy and the write limit of its config. It is open from the start."""
+    """A disk with the slots, the policy and the write limit of its config. It is open from the start.
 
-    def __init__(self, config: DiskConfig, row_bytes: int, clock: SimulatedClock, bandwidth: float) -> None:
+    It has `most_slots` slots at most.
+    """
+
+    def __init__(
+        self, config: DiskConfig, row_bytes: int, clock: SimulatedClock, bandwidth: float, most_slots: int
+    ) -> None:
         limit = WriteLimit(config.write_limit or None, clock.trace_time)
         super().__init__("disk", row_bytes, threads=0, write_limit=limit, clock=clock.now)
         self.io = self._io = SimulatedIO(row_bytes, clock, bandwidth)
-        slots = config.capacity // row_bytes
+        slots = min(config.capacity // row_bytes, most_slots)
         policy = make_timed_policy(config.policy, slots, clock)
         self.open_table(SlotTable(slots, policy), _NoBackend(), SealScope(""))

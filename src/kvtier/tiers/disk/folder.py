@@ -85,37 +85,38 @@ def learnt_bytes(capacity: int) -> int:
 
 
 def read_learnt(folder: Path) -> bytes:
-    """Return what a policy has learnt at a place, in the policy's own form; nothing if there is no file."""
-    try:
-        with os.fdopen(open_file(folder / _LEARNT, os.O_RDONLY), "rb") as file:
-            return file.read(_MOST_LEARNT + 1)
-    except FileNotFoundError:
-        return b""
+    """Return what a policy has learnt at a place, in the policy's own form; nothing if it cannot be read."""
+    with suppress(OSError), os.fdopen(open_file(folder / _LEARNT, os.O_RDONLY), "rb") as file:
+        return file.read(_MOST_LEARNT + 1)
+    return b""
 
 
 def save_learnt(folder: Path, data: bytes) -> None:
-    """Save what a policy has learnt, unless it is too long or has no room.
+    """Save what a policy has learnt, unless it is too long, has no room or cannot be written.
 
     A reader finds these bytes or those before, whatever happens.
     """
     if len(data) > _MOST_LEARNT or not os.path.lexists(folder / _LEARNT):
         return
     new = folder / _LEARNT_NEW
-    with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(data)
-    new.replace(folder / _LEARNT)
+    with suppress(OSError):  # no row is worse for it
+        with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(data)
+        new.replace(folder / _LEARNT)
 
 
 def reserve_learnt(folder: Path, capacity: int) -> None:
     """Have room for what a policy learns at a place, or none if the capacity is too small for that.
 
-    A file stands for it, empty at first.
+    A file stands for it, empty at first. Nothing is learnt where it cannot be made.
     """
     if not learnt_bytes(capacity):
-        (folder / _LEARNT).unlink(missing_ok=True)
-        (folder / _LEARNT_NEW).unlink(missing_ok=True)
+        for name in (_LEARNT, _LEARNT_NEW):
+            with suppress(OSError):
+                (folder / name).unlink()
     elif not os.path.lexists(folder / _LEARNT):
-        os.close(open_file(folder / _LEARNT, os.O_WRONLY | os.O_CREAT))
+        with suppress(OSError):
+            os.close(open_file(folder / _LEARNT, os.O_WRONLY | os.O_CREAT))
 
 
 class FolderLock:
