@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from random import Random
@@ -101,6 +102,14 @@ def test_a_policy_in_the_current_folder(
     policies = ["--policy", "lru,policy_to_simulate:Mine", "--jobs", "2"]
     assert main(["simulate", str(trace), *TOKEN, "--memory", "1MiB", *policies]) == 0
     assert "policy_to_simulate:Mine" in capsys.readouterr().out
+
+
+def test_a_write_limit_reached_soon_is_told_in_minutes(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--memory", "1MiB", "--disk", "16MiB", "--write-limit", "1MiB", "--jobs", "1"]
+    assert main(["simulate", str(trace), *TOKEN, *sizes]) == 0
+    assert re.search(r"the first after [\d.]+ min\. From then on", capsys.readouterr().out)
 
 
 def test_the_bytes_of_a_token_come_from_a_model(trace: Path, tmp_path: Path) -> None:
