@@ -164,6 +164,7 @@ def test_the_command_prints_a_table_json_and_a_page(
     text = page.read_text()
     ElementTree.fromstring(text.partition("\n")[2])
     assert "2 of 2 pairs of answers are the same" in text
+    assert "<td>600</td>" in re.sub(r"<td [^>]*>", "<td>", text), "a number of seconds without .0"
     assert "<script" not in text
 
 

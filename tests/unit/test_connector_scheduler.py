@@ -698,7 +698,7 @@ def test_decodes_of_many_requests_do_not_teach_what_a_prompt_costs() -> None:
     clock = Clock()
     host = make_host(clock=clock)
     decodes = {f"decode {number}": 1 for number in range(64)}
-    for scheduled, seconds, learnt in ((decodes, 0.64, None), (decodes | {"prompt": 1000}, 1.0, 0.001)):
+    for scheduled, seconds, learnt in ((decodes, 0.64, None), (decodes | {"prompt": 936}, 1.0, 0.001)):
         host.scheduler.build_connector_meta(StepView(num_scheduled_tokens=scheduled))
         clock.now += seconds
         host.scheduler.update_connector_output(KVConnectorOutput())

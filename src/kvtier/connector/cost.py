@@ -29,8 +29,9 @@ _FADING = 0.5 ** (1 / _HALF_LIFE)
 
 
 def prefill_tokens(num_scheduled_tokens: Mapping[ReqId, int]) -> int:
-    """Count the tokens of prompts in a step. A hundred requests that decode one token each have none."""
-    return sum(tokens for tokens in num_scheduled_tokens.values() if tokens >= _MIN_PREFILL_TOKENS)
+    """Count the tokens of a step that computes a prompt; 0 if its requests, however many, only decode."""
+    tokens = num_scheduled_tokens.values()
+    return sum(tokens) if max(tokens, default=0) >= _MIN_PREFILL_TOKENS else 0
 
 
 class StepTimer:
@@ -45,7 +46,7 @@ class StepTimer:
         self._last_end = float("-inf")
 
     def begin(self, now: float, num_tokens: int) -> None:
-        """Record that a step with `num_tokens` tokens of prompts has been scheduled."""
+        """Record that a step of `num_tokens` tokens has been scheduled."""
         self._in_flight.append((now, num_tokens))
 
     def end(self, now: float) -> tuple[int, float] | None:
@@ -113,7 +114,7 @@ class CostModel:
         """Seconds of the slowest recent step; this maximum falls by half in `_HALF_LIFE` steps."""
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step that computed `num_tokens` tokens of prompts (`prefill_tokens`)."""
+        """Learn from a step of `num_tokens` tokens, as `prefill_tokens` counts them."""
         self.slowest_step = max(seconds, self.slowest_step * _FADING)
         if num_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
