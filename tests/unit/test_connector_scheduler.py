@@ -692,8 +692,8 @@ def test_explanations_name_eviction() -> None:
 
 
 def test_decodes_of_many_requests_do_not_teach_what_a_prompt_costs() -> None:
-    """64 requests that decode took the time of 64 tokens of a prompt for theirs. On a busy GPU a token then
-    looked several times as costly as it is, and so did what loads saved.
+    """A step of 64 requests that decode was taken for 64 tokens of a prompt. On a busy GPU a token could
+    then look more costly than it is, and loads seem to save more.
     """
     clock = Clock()
     host = make_host(clock=clock)
