@@ -170,7 +170,7 @@ class KVTierConfig:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """Read settings as they come from JSON, TOML or an engine's own config."""
-        values = _translate_vllm_names(expect_table("", settings))
+        values = {"cpu": {}} | _translate_vllm_names(expect_table("", settings))
         check_names(cls, values, "", _suggest)
         cpu = expect_table("cpu", values["cpu"])
         check_names(CPUConfig, cpu, "cpu.", _suggest)
@@ -601,7 +601,9 @@ def parse_file(path: Path) -> Any:
         with path.open("rb") as file:
             content = file.read(_LONGEST_FILE + 1)
     except (OSError, ValueError) as error:
-        raise ConfigError("", f"cannot read this file: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        hint = "; expected a file, got settings" if str(path).lstrip().startswith("{") else ""
+        raise ConfigError("", f"cannot read this file: {reason}{hint}") from None
     if len(content) > _LONGEST_FILE:
         raise ConfigError("", f"expected a file of settings, got more than {format_size(_LONGEST_FILE)}")
     kind, parse = ("TOML", tomllib.loads) if path.suffix.lower() == ".toml" else ("JSON", _parse_json)

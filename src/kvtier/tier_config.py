@@ -314,6 +314,8 @@ TierConfig = DiskConfig | SharedTierConfig
 _KINDS: dict[str, type[TierConfig]] = {
     cls.kind: cls for cls in (DiskConfig, ValkeyConfig, ObjectConfig, MooncakeConfig)
 }
+_OTHER_NAMES = {"redis": "valkey", "s3": "object", "ssd": "disk", "nvme": "disk"}
+"""What people call a kind of tier, for the hint of an error."""
 
 
 def read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
@@ -342,7 +344,8 @@ def _read_tier(path: str, value: object) -> TierConfig:
     table = dict(value)
     ((kind, settings),) = table.items()
     if kind not in _KINDS:
-        close = get_close_matches(kind, _KINDS, n=1) if isinstance(kind, str) else []
+        name = _OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else ""
+        close = get_close_matches(name, _KINDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(_KINDS)}"
         raise ConfigError(f"{path}.{shown(_shown_name(kind))}", f"no such tier; {hint}")
     return _KINDS[kind].from_dict(settings, f"{path}.{kind}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -155,12 +156,15 @@ def test_the_command_prints_a_table_json_and_a_page(
     assert "first token, p50" in table.out
     assert max(map(len, table.out.splitlines())) <= 80
     assert "sends load" in table.err
+    time = r"\d[\d.]* m?s"
+    assert re.search(rf"pair 1 of 2: first token {time} without loading, {time} with it", table.err)
     assert found["pairs"] == found["same_answers"] == 2
     assert found["loading"]["sources"] == {"external_kv_transfer": 40}
     assert len(found["without"]["answers"]) == 2
     text = page.read_text()
     ElementTree.fromstring(text.partition("\n")[2])
     assert "2 of 2 pairs of answers are the same" in text
+    assert "<td>600</td>" in re.sub(r"<td [^>]*>", "<td>", text), "a number of seconds without .0"
     assert "<script" not in text
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from random import Random
 from xml.etree import ElementTree
@@ -86,6 +88,28 @@ def test_a_terminal_too_narrow_for_the_table_gets_sentences(
     monkeypatch.setenv("COLUMNS", "50")
     assert main(["simulate", str(trace), *TOKEN, "--memory", "1MiB", "--jobs", "1"]) == 0
     assert "memory 1MiB, policy gittins, chunk 16, saved " in capsys.readouterr().out
+
+
+def test_a_policy_in_the_current_folder(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvtier demo` and `kvtier config check` find it there; this command said that there is no module."""
+    code = "from kvtier.policies import LRUPolicy\nclass Mine(LRUPolicy): pass\n"
+    (tmp_path / "policy_to_simulate.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "policy_to_simulate", raising=False)
+    policies = ["--policy", "lru,policy_to_simulate:Mine", "--jobs", "2"]
+    assert main(["simulate", str(trace), *TOKEN, "--memory", "1MiB", *policies]) == 0
+    assert "policy_to_simulate:Mine" in capsys.readouterr().out
+
+
+def test_a_write_limit_reached_soon_is_told_in_minutes(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--memory", "1MiB", "--disk", "16MiB", "--write-limit", "1MiB", "--jobs", "1"]
+    assert main(["simulate", str(trace), *TOKEN, *sizes]) == 0
+    assert re.search(r"the first after [\d.]+ min\. From then on", capsys.readouterr().out)
 
 
 def test_the_bytes_of_a_token_come_from_a_model(trace: Path, tmp_path: Path) -> None:

@@ -374,7 +374,9 @@ def test_a_config_that_does_not_say_enough(
     ("arguments", "message"),
     [
         ([], "expected MODEL, or --layers, --kv-heads, --head-dim, --dtype"),
-        (["nowhere"], "expected a folder with a model's config.json, or that file"),
+        (["nowhere"], "expected a folder with a model's config.json, or that file: No such file or dir"),
+        (["a/deep/folder"], "or that file: No such file or directory\n"),
+        (["org/model-8B"], "; to fetch one: hf download org/model-8B config.json --local-dir FOLDER\n"),
         (["--layers", "2", "--cache-dtype", "int3"], "--cache-dtype: expected one of float32"),
         (
             ["--layers=1", "--kv-heads=1", "--head-dim=8", "--dtype=float16", "--bus=0"],

@@ -390,7 +390,7 @@ class TestFromDict:
     @pytest.mark.parametrize(
         ("bad", "message"),
         [
-            ({}, "cpu: expected a value, got none; this setting is required"),
+            ({}, "cpu.capacity: expected a value, got none; this setting is required"),
             ([], "expected a table of settings, got []"),
             ({"cpu": 3}, "cpu: expected a table of settings, got 3"),
             ({"cpu": {}}, "cpu.capacity: expected a value, got none; this setting is required"),
@@ -457,6 +457,7 @@ class TestFromDict:
             ({"tiers": {}}, "tiers: expected a list of tiers, "),
             ({"tiers": [{"type": "disk"}]}, "tiers[0].type: no such tier; there is disk"),
             ({"tiers": [{"dsik": {}}]}, "tiers[0].dsik: no such tier; did you mean disk?"),
+            ({"tiers": [{"redis": {}}]}, "tiers[0].redis: no such tier; did you mean valkey?"),
             ({"tiers": [{10**5000: {}}]}, "tiers[0].(a name): no such tier; there is disk"),
             (
                 {"tiers": [{"valkey": {}}]},
@@ -614,8 +615,12 @@ class TestFromFile:
             KVTierConfig.from_file(path)
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"gone\.json: cannot read this file: .*No such file"):
+        with pytest.raises(ConfigError, match=r"gone\.json: cannot read this file: No such file"):
             KVTierConfig.from_file(tmp_path / "gone.json")
+
+    def test_settings_instead_of_a_file(self) -> None:
+        with pytest.raises(ConfigError, match=r"No such file or directory; expected a file, got settings$"):
+            KVTierConfig.from_file('{"cpu": {"capacity": "8GiB"}}')
 
 
 def test_a_namespace_may_be_known_later() -> None:

@@ -691,6 +691,20 @@ def test_explanations_name_eviction() -> None:
     assert (explanation.first_miss, explanation.first_missing_token) == (MissReason.EVICTED, 0)
 
 
+def test_decodes_of_many_requests_do_not_teach_what_a_prompt_costs() -> None:
+    """A step of 64 requests that decode was taken for 64 tokens of a prompt. On a busy GPU a token could
+    then look more costly than it is, and loads seem to save more.
+    """
+    clock = Clock()
+    host = make_host(clock=clock)
+    decodes = {f"decode {number}": 1 for number in range(64)}
+    for scheduled, seconds, learnt in ((decodes, 0.64, None), (decodes | {"prompt": 936}, 1.0, 0.001)):
+        host.scheduler.build_connector_meta(StepView(num_scheduled_tokens=scheduled))
+        clock.now += seconds
+        host.scheduler.update_connector_output(KVConnectorOutput())
+        assert host.scheduler.cost.compute_seconds(1) == learnt
+
+
 def test_a_load_that_should_be_in_does_not_hold_up_the_next() -> None:
     """Results come with a step's end: what is on the bus by the books has often left it long ago."""
     clock = Clock()

@@ -67,7 +67,7 @@ def test_documentation_installs_from_a_checkout_and_serves_with_what_is_there() 
     assert not [page.name for page in pages if re.search(r"pip install [\"']?kvtier", page.read_text())]
     page, module = (ROOT / "docs" / "vllm.md").read_text(), "vllm.entrypoints.openai.api_server"
     assert "pip install ." in page
-    assert f".venv-vllm/bin/python -m {module} --model MODEL" in page
+    assert f".venv-vllm/bin/python -m {module} --model .venv/cache/kvtier/" in page
     assert f'"{module}"' in (ROOT / "tests" / "vllm" / "test_server.py").read_text()
 
 

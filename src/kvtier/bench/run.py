@@ -27,6 +27,7 @@ from kvtier.bench.client import Server, TimeOver
 from kvtier.bench.prompts import Prompt, make_document
 from kvtier.bench.result import SOURCES, BenchResult, Side
 from kvtier.cli.scrape import describe_failure, fetch, read_samples
+from kvtier.demo.summary import format_ms
 from kvtier.errors import InputError, OutsideError
 
 _INSPECTION_TIMEOUT = 10.0
@@ -207,10 +208,9 @@ class Bench:
                 loading = self._send_round(batch, None)
             result.loading.add(loading)
             result.without.add(without)
-            self._tell(
-                f"pair {result.pairs} of {self._settings.pairs}: first token {without.first_ms(50):,.0f} ms "
-                f"without loading, {loading.first_ms(50):,.0f} ms with it"
-            )
+            off, on = format_ms(without.first_ms(50)), format_ms(loading.first_ms(50))
+            pair = f"pair {result.pairs} of {self._settings.pairs}"
+            self._tell(f"{pair}: first token {off} without loading, {on} with it")
 
     def _send_round(self, batch: Sequence[Prompt], salt: str | None) -> Side:
         """Send a request for each prompt, together, and return what was measured."""

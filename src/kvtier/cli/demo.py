@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -234,13 +235,18 @@ def expect_writable(option: str, path: Path | None) -> None:
         ) from None
 
 
+def find_policies_here(names: Iterable[str]) -> None:
+    """Let import paths among these names begin in the current folder, as with `python -m`."""
+    if any(":" in name for name in names) and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 def _prepare_engine(policy: str) -> None:
     """Import the engine, or say what to install."""
     # Else the threads of a parallel loop spin while they wait for each other. If other processes need the
     # cores too, every small step is then several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if ":" in policy:
-        sys.path.insert(0, os.getcwd())  # so that a policy in this folder can be named
+    find_policies_here([policy])
     try:
         import kvtier.engine  # noqa: F401
     except ModuleNotFoundError as error:

@@ -12,6 +12,7 @@ There is no state; any thread may call this.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,8 +132,11 @@ def read_config(path: Path) -> dict[str, Any]:
             raise ModelError(f"{file}: expected a config of at most {_LONGEST_FILE >> 20} MiB, got more")
         fields = json.loads(text)
     except OSError as error:
+        fetch = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and isinstance(error, FileNotFoundError):
+            fetch = f"; to fetch one: hf download {path} config.json --local-dir FOLDER"
         raise ModelError(
-            f"{file}: expected a folder with a model's config.json, or that file: {error.strerror}"
+            f"{file}: expected a folder with a model's config.json, or that file: {error.strerror}{fetch}"
         ) from None
     except (ValueError, RecursionError):
         raise ModelError(f"{file}: expected JSON, got something else") from None

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Context, Option
 
-from kvtier.cli.demo import expect_writable, write_whole
+from kvtier.cli.demo import expect_writable, find_policies_here, write_whole
 from kvtier.cli.model_shape import read_config, read_shape
 from kvtier.cli.size import positive_size
 from kvtier.cli.streams import interruptible
@@ -106,6 +106,7 @@ def simulate_command(
     if write not in ("through", "evict"):
         raise InputError(f"--write: expected through or evict, got {write!r}")
     policies = tuple(_split("--policy", policy))
+    find_policies_here(policies)
     for name in policies:
         try:
             make_policy(name, 1)

@@ -20,12 +20,18 @@ from kvtier.errors import IntegrityError
 from kvtier.offload.promotions import TierCost
 
 _WEIGHT = 0.2
-_MIN_STEP_TOKENS = 32  # a decode step is bound by latency and does not show the cost of a prefill token
+_MIN_PREFILL_TOKENS = 32  # a decode is bound by latency and does not show the cost of a prefill token
 _RETRY_AFTER = 64
 _FIRST_RETRY_AFTER = 4  # doubled after each retry that fails
 _MAX_IN_FLIGHT = 16
 _HALF_LIFE = 64  # steps
 _FADING = 0.5 ** (1 / _HALF_LIFE)
+
+
+def prefill_tokens(num_scheduled_tokens: Mapping[ReqId, int]) -> int:
+    """Count the tokens of a step that computes a prompt; 0 if its requests, however many, only decode."""
+    tokens = num_scheduled_tokens.values()
+    return sum(tokens) if max(tokens, default=0) >= _MIN_PREFILL_TOKENS else 0
 
 
 class StepTimer:
@@ -108,9 +114,9 @@ class CostModel:
         """Seconds of the slowest recent step; this maximum falls by half in `_HALF_LIFE` steps."""
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step that computed `num_tokens` tokens."""
+        """Learn from a step of `num_tokens` tokens, as `prefill_tokens` counts them."""
         self.slowest_step = max(seconds, self.slowest_step * _FADING)
-        if num_tokens >= _MIN_STEP_TOKENS and seconds > 0:
+        if num_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
 
     def promotion_seconds(self, costs: Iterable[TierCost]) -> float | None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from kvtier.config import Recompute
 from kvtier.connector.audit import AuditJob, Audits
-from kvtier.connector.cost import CostModel, PrefillQueue, StepTimer
+from kvtier.connector.cost import CostModel, PrefillQueue, StepTimer, prefill_tokens
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import (
     LoadFailures,
@@ -249,9 +249,8 @@ class OffloadingConnectorScheduler:
         for job in self._plan_stores(step):
             job.add_to(meta)
         self._blocks.end_step()
-        num_tokens = sum(step.num_scheduled_tokens.values())
-        self._audits.earn(num_tokens)
-        self._timer.begin(self._clock(), num_tokens)
+        self._audits.earn(sum(step.num_scheduled_tokens.values()))
+        self._timer.begin(self._clock(), prefill_tokens(step.num_scheduled_tokens))
         return meta
 
     def _on_preempted(self, state: RequestState) -> None:

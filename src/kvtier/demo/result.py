@@ -24,7 +24,7 @@ class Process(Enum):
     """The process in which a run is played."""
 
     OWN = "the demo's own"
-    KILLED = "a process over a disk, which is killed"
+    KILLED = "a process with a disk tier"
     RESTARTED = "a process that starts again over that disk"
 
 

@@ -124,7 +124,7 @@ first changes from pair to pair. Answers are greedy and streamed; times are thos
 def _setting(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+    return f"{value:,}".removesuffix(".0") if isinstance(value, int | float) else str(value)
 
 
 def _paragraphs(sentences: Iterator[str]) -> str:

@@ -61,6 +61,10 @@ def _size(text: str, size: int) -> str:
     return f"{text} = {format_size(size)}" if text.endswith("%") else text
 
 
+def _hours(hours: float) -> str:
+    return f"{hours:.2g} h" if hours >= 1 else f"{hours * 60:.2g} min"
+
+
 def _years(years: float) -> str:
     return f"{years:.3g} years" if years >= 1 else f"{years * 365:.3g} days"
 
@@ -83,9 +87,10 @@ def remarks_on(results: Sequence[CellResult]) -> list[str]:
     hours = [result.write_limit_hours for result in results if result.write_limit_hours is not None]
     if not hours:
         return []
+    first = _hours(min(hours))
     return [
         f"In {len(hours)} of {len(results)} combinations the disk's write limit would bind within a day, the"
-        f" first after {min(hours):.2g} h. From then on less is written, and less is saved, than shown here."
+        f" first after {first}. From then on less is written, and less is saved, than shown here."
     ]
 
 
