@@ -470,11 +470,44 @@ def test_a_flushed_store_counts_as_failed_if_the_engine_has_written_before_the_f
         )
     )
     late.calls.clear()
-    rank.worker.handle_preemptions(OffloadingConnectorMetadata(jobs_to_flush={7, 99}))
+    rank.worker.handle_preemptions(OffloadingConnectorMetadata(jobs_to_flush={7, 99}, handed_out={5}))
     assert late.calls == [("cancel" if is_late else "wait", {7})], "nobody waits for bytes of no use"
     late.results = [TransferResult(job_id, success=True) for job_id in (7, 8)]
     reports = [report.result for report in rank.step(OffloadingConnectorMetadata()).reports]
     assert {(result.job_id, result.success) for result in reports} == {(7, not is_late), (8, True)}
+    handlers.update(real)
+    rank.close()
+
+
+def test_a_store_keeps_the_blocks_that_the_engine_has_not_written(config: OffloadingConfig) -> None:
+    """Else a prompt of many steps is never stored where each step takes windows of the step before."""
+    rank = Rank(replace(config, world_size=1, writes_before_fence=True), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    handlers, late = rank.worker.connector_worker._handlers, Late()
+    real = dict(handlers)
+    handlers.update(dict.fromkeys(handlers, late))
+    stores = {
+        name: (GPULoadStoreSpec(blocks), CPULoadStoreSpec(range(4 * job, 4 * job + len(blocks))))
+        for job, (name, blocks) in enumerate({"a": [5, 6, 7], "b": [8, 9], "c": [10, 11]}.items())
+    }
+    jobs = dict(zip(stores, (7, 8, 9), strict=True))
+    rank.step(OffloadingConnectorMetadata(reqs_to_store=stores, store_jobs=jobs))
+    late.calls.clear()
+    rank.worker.handle_preemptions(
+        OffloadingConnectorMetadata(jobs_to_flush={7, 8, 9}, handed_out={6, 8, 10, 11, 20})
+    )
+    assert late.calls == [("cancel", {9})], "nobody waits, and the last one has no block left"
+    late.results = [
+        TransferResult(7, success=True),
+        TransferResult(8, success=False, failed_blocks=(1,), corrupt=False),
+        TransferResult(9, success=True),
+    ]
+    reports = [report.result for report in rank.step(OffloadingConnectorMetadata()).reports]
+    assert [(result.job_id, result.success, result.failed_blocks) for result in reports] == [
+        (7, False, (1,)),
+        (8, False, (0, 1)),
+        (9, False, None),
+    ]
     handlers.update(real)
     rank.close()
 
@@ -493,7 +526,7 @@ def test_a_store_that_was_over_before_its_fence_and_is_not_reported(
     rank.worker.wait_for_save()
     assert rank.worker.connector_worker._handlers["GPU", "CPU"].wait({7}, 30)
     rank.worker.clear_connector_metadata()
-    flushed = rank.step(OffloadingConnectorMetadata(jobs_to_flush={7}))
+    flushed = rank.step(OffloadingConnectorMetadata(jobs_to_flush={7}, handed_out={5}))
     assert [(report.result.job_id, report.result.success) for report in flushed.reports] == [
         (7, not is_late)
     ]

@@ -137,10 +137,10 @@ class OffloadingConnectorMetadata:
     """One step's orders to every worker.
 
     A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job
-    ids. Jobs of `jobs_to_flush` read blocks that another request writes in this step: they must be over
-    before the step runs. `audits` are stores into scratch slots, by job id. Jobs of `jobs_to_end` have
-    taken too long or are no longer wanted; an order is repeated until it is obeyed. Requests of
-    `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
+    ids. Jobs of `jobs_to_flush` read blocks that another request writes in this step, some of `handed_out`:
+    they must be over before the step runs. `audits` are stores into scratch slots, by job id. Jobs of
+    `jobs_to_end` have taken too long or are no longer wanted; an order is repeated until it is obeyed.
+    Requests of `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
     """
 
     reqs_to_load: dict[ReqId, TransferSpec] = field(default_factory=dict)
@@ -149,6 +149,7 @@ class OffloadingConnectorMetadata:
     store_jobs: dict[ReqId, int] = field(default_factory=dict)
     audits: dict[int, tuple[ReqId, TransferSpec]] = field(default_factory=dict)
     jobs_to_flush: set[int] = field(default_factory=set)
+    handed_out: set[int] = field(default_factory=set)
     jobs_to_end: dict[int, EndOrder] = field(default_factory=dict)
     reqs_to_hold: set[ReqId] = field(default_factory=set)
 

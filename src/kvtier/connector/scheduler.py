@@ -242,6 +242,7 @@ class OffloadingConnectorScheduler:
         self._blocks.begin_step(step, self._requests)
         meta, self._orders = self._orders, OffloadingConnectorMetadata()
         meta.jobs_to_flush = self._jobs.stores_reading(self._blocks.handed_out)
+        meta.handed_out = self._blocks.handed_out if meta.jobs_to_flush else set()
         meta.jobs_to_end = self._jobs.end_orders(now)
         self.stats.flushes += len(meta.jobs_to_flush)
         if self._promotion is not None:

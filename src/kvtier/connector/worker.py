@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.connector.metadata import (
@@ -62,6 +62,8 @@ class _WorkerJob:
     """The job was ordered to end."""
     is_void: bool = False
     """The job's bytes may not be used, whatever its handler reports."""
+    lost: set[int] = field(default_factory=set)
+    """The positions of blocks that the engine may have written while the job was reading them."""
 
     @property
     def is_load(self) -> bool:
@@ -148,22 +150,31 @@ class OffloadingConnectorWorker:
         """Make sure that no running store reads a block that this step gives to another request.
 
         If the engine may have written such a block by now (`writes_before_fence`), a store that was not
-        reported before counts as failed.
+        reported before has lost these blocks and keeps the others, and an audit counts as failed.
         """
         if not metadata.jobs_to_flush:
             return
-        is_late = self.spec.config.writes_before_fence
+        if self.spec.config.writes_before_fence:
+            self._lose_blocks(metadata)
+            return
         for handler in set(self._handlers.values()):
             jobs = {
                 job_id: job
                 for job_id in metadata.jobs_to_flush
                 if (job := self._jobs.get(job_id)) is not None and job.handler is handler
             }
-            if is_late:
-                for job in jobs.values():
-                    job.is_void = True
-            if jobs and (is_late or not handler.wait(set(jobs), _FLUSH_SECONDS)):
+            if jobs and not handler.wait(set(jobs), _FLUSH_SECONDS):
                 handler.cancel(set(jobs))
+
+    def _lose_blocks(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Record the blocks that stores have lost, and end those that have none left."""
+        for job_id in metadata.jobs_to_flush & self._jobs.keys():
+            job = self._jobs[job_id]
+            blocks = job.gpu_end.block_ids.tolist()
+            job.lost.update(at for at, block_id in enumerate(blocks) if block_id in metadata.handed_out)
+            if len(job.lost) == len(blocks) or isinstance(job.spec[1], AuditLoadStoreSpec):
+                job.is_void = True
+                job.handler.cancel({job_id})
 
     def start_load_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """End the jobs that are to end, and start this step's loads."""
@@ -359,10 +370,11 @@ def _checked(job: _WorkerJob, result: TransferResult) -> TransferResult:
     blocks = result.failed_blocks
     if job.is_void:
         return result._replace(success=False, failed_blocks=None, corrupt=False)
-    if blocks is None:
+    if blocks is not None:
+        is_right = isinstance(blocks, tuple) and bool(blocks) is not bool(result.success)
+        num_blocks = len(job.gpu_end.block_ids)
+        if not (is_right and all(isinstance(at, int) and 0 <= at < num_blocks for at in blocks)):
+            return result._replace(success=False, failed_blocks=None)
+    if not job.lost or (blocks is None and not result.success):
         return result
-    is_right = isinstance(blocks, tuple) and bool(blocks) is not bool(result.success)
-    num_blocks = len(job.gpu_end.block_ids)
-    if is_right and all(isinstance(at, int) and 0 <= at < num_blocks for at in blocks):
-        return result
-    return result._replace(success=False, failed_blocks=None)
+    return result._replace(success=False, failed_blocks=tuple(sorted(job.lost.union(blocks or ()))))
