@@ -111,6 +111,9 @@ SHAPES = [
     Shape((16, 8), (STATE, STATE), 16),
 ]
 
+FEW_WINDOWS = Shape((64, 16, 4, 4), (None, 32, 8, 64), 64)
+"""As in DeepSeek V4: the windows of all ends take many times the chunks of full attention."""
+
 
 def _names(tokens: Sequence[int]) -> Ints:
     """Return for each token a number that stands for all tokens up to it."""
@@ -513,10 +516,39 @@ def test_only_what_some_end_needs_is_stored(shape: Shape, per_chunk: int) -> Non
         assert engine.ready(prompt, group) == needed
 
 
+def test_costly_windows_are_stored_for_the_ends_of_prompts_and_of_what_they_share() -> None:
+    engine, system = SmallEngine(FEW_WINDOWS, 1), _prompt(0, 150)
+    assert engine.scheduler._geometry.has_costly_windows
+
+    def ask(req_id: str, prompt: list[int], offered: int) -> None:
+        request = Request(req_id, prompt)
+        assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (offered, offered > 0)
+        engine.run(request, step=40)
+
+    first = Request("first", [*system, *_prompt(1, 100)])
+    engine.run(first, step=40)
+    windows = [sum(engine.ready(first, group)) for group in range(4)]
+    assert windows == [3, 2, 2, 16], "those of the last end, and all of full attention"
+    ask("again", [*system, *_prompt(1, 100)], 192)
+    ask("next turn", [*system, *_prompt(1, 100), *_prompt(2, 90)], 192)
+    ask("first to share", [*system, *_prompt(3, 100)], 0)
+    ask("second to share", [*system, *_prompt(4, 100)], 128)
+
+
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
 @pytest.mark.parametrize("num_slots", [20, 1000])
 def test_no_token_ever_sees_a_wrong_one(shape: Shape, per_chunk: int, num_slots: int) -> None:
     """Random prompts that share prefixes, in steps of random lengths, over a pool that evicts."""
+    _run_random_prompts(shape, per_chunk, num_slots)
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+@pytest.mark.parametrize("num_slots", [20, 1000])
+def test_no_token_ever_sees_a_wrong_one_where_few_windows_are_stored(per_chunk: int, num_slots: int) -> None:
+    _run_random_prompts(FEW_WINDOWS, per_chunk, num_slots)
+
+
+def _run_random_prompts(shape: Shape, per_chunk: int, num_slots: int) -> None:
     engine = SmallEngine(shape, per_chunk, num_slots, seed=num_slots, offered=0.7)
     block = lcm(*shape.sizes)
     for number, (parent_tokens, tokens, shared) in enumerate(_workload(engine.rng)):

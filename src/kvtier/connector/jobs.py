@@ -299,6 +299,7 @@ def chunks_to_store(
     request has lost. Of a state group these are the states that the request reaches in this step.
     """
     wanted = []
+    ends = state.window_ends(geometry.reach_alignment) if geometry.has_costly_windows else None
     for group in state.groups:
         if group.geometry.is_state:
             wanted.append({group.keys[at]: at for at in group.boundary_blocks if at < len(group.keys)})
@@ -309,7 +310,7 @@ def chunks_to_store(
             chunks = {
                 key: at
                 for key, at in chunks.items()
-                if geometry.may_need(group.geometry, at) and group.still_has(at, allocated_at)
+                if geometry.may_need(group.geometry, at, ends) and group.still_has(at, allocated_at)
             }
         wanted.append(chunks)
     return wanted

@@ -105,7 +105,7 @@ def _match_chunks(
         if reach < end:
             end, missing = reach, gap
         pending |= waits
-    end = end // alignment * alignment
+    end = state.full_reach = end // alignment * alignment
     if sparse and end > state.local:
         found = [_Window(lookup, state, group, end) for group in sparse]
         best = _last_served(found, state.local, end, alignment, optimistic=False)

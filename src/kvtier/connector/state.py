@@ -42,6 +42,9 @@ from kvtier.transfer.base import NULL_BLOCK
 
 logger = logging.getLogger(__name__)
 
+_FEW_WINDOW_CHUNKS = 6
+"""Windows are stored for every end if they take at most so many times the chunks of full attention."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
@@ -107,6 +110,8 @@ class ChunkGeometry:
         """The chunks that are looked for end at multiples of this many tokens. With a lookahead, attention's
         chunks beyond the last state count too.
         """
+        self.has_costly_windows = self._find_costly_windows()
+        """Whether windows are stored only for some ends of a request (`RequestState.window_ends`)."""
         self._block_bytes = tuple(map(config.bytes_of_all_ranks, range(len(config.groups))))
 
     def _find_attention_alignment(self) -> int:
@@ -142,13 +147,26 @@ class ChunkGeometry:
         """
         return max(0, num_tokens - max(0, self.lookahead - 1))
 
-    def may_need(self, group: GroupGeometry, chunk: int) -> bool:
-        """Return whether a load may ever need a chunk.
+    def may_need(self, group: GroupGeometry, chunk: int, ends: Iterable[int] | None = None) -> bool:
+        """Return whether a load may ever need a chunk of a windowed group.
 
-        A windowed group needs it only if it is in the window of the first end beyond its start.
+        It does only if the chunk is in the window of the first end beyond its start, or of one of `ends`.
         """
         start, stop = chunk * group.chunk_size, (chunk + 1) * group.chunk_size
-        return group.first_needed(0, (start // self.reach_alignment + 1) * self.reach_alignment) < stop
+        if ends is None:
+            ends = ((start // self.reach_alignment + 1) * self.reach_alignment,)
+        return any(start < end and group.first_needed(0, end) < stop for end in ends)
+
+    def _find_costly_windows(self) -> bool:
+        """Return whether the windows of all ends take many times the chunks of full attention."""
+        span = lcm(self.reach_alignment, *(group.chunk_size for group in self.groups))
+        windows = sum(
+            self.may_need(group, chunk)
+            for group in self.windowed
+            for chunk in range(span // group.chunk_size)
+        )
+        full = sum(span // group.chunk_size for group in self.full)
+        return 0 < _FEW_WINDOW_CHUNKS * full < windows
 
     def load_bytes(self, local: int, end: int) -> int:
         """Estimate the bytes of all ranks that a load of `[local, end)` moves."""
@@ -242,6 +260,8 @@ class RequestState:
     """
     local: int = 0
     """The number of tokens on the GPU when the engine last asked."""
+    full_reach: int = 0
+    """How far full attention could be loaded when the engine last asked, whatever windows there were."""
     load_job: int | None = None
     store_jobs: set[int] = field(default_factory=set)
     """Running stores that read blocks which the request holds."""
@@ -276,6 +296,14 @@ class RequestState:
             self.epoch, self.next_offer = epoch, 0
             for group in self.groups:
                 group.next_store = 0
+
+    def window_ends(self, alignment: int) -> tuple[int, int]:
+        """Return the ends whose windows are worth storing where those of all ends would be too many.
+
+        They are the end of the prompt, where a next turn goes on, and the end of what the prompt shares with
+        earlier ones: they have stored full attention up to there, but no windows.
+        """
+        return self.view.num_prompt_tokens // alignment * alignment, self.full_reach
 
     def hits(self) -> Iterator[int]:
         """Return the blocks that held tokens of the request when the engine last asked."""
