@@ -4,7 +4,6 @@ kvtier describes, stores and loads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,7 +135,7 @@ def move_and_compare(config: Any, cache_config: Any, layout: str) -> None:
     try:
         handlers = {source.medium(): handler for source, _, handler in spec.get_handlers(caches)}
         groups = len(described.groups)
-        slots = CPULoadStoreSpec([0, 1])
+        slots = CPULoadStoreSpec(range(2 * groups))
         for job, (medium, blocks) in enumerate([("GPU", [3, 5]), ("CPU", [7, 2])]):
             ours = GPULoadStoreSpec(blocks * groups, [2] * groups, [0] * groups)
             before = {name: [page(tensors[name], block) for block in (3, 5, 4)] for name in names}
@@ -189,21 +188,59 @@ def test_rings_of_single_requests_are_left_out(config: Any) -> None:
     move_and_compare(config, cache_config, "BLNHC")
 
 
-def _refused(kind: str) -> Sequence[Any]:
+def deepseek_v4_specs() -> dict[str, Any]:
+    """Return the specs of DeepSeek V4's layers with its sizes: compressed latents, windows of latents, and
+    windows of what is not compressed yet. Their pages are padded.
+    """
     import torch
-    from vllm.v1 import kv_cache_interface
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
-    sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
-    more = {"SlidingWindowMLASpec": {"sliding_window": 128}, "SinkFullAttentionSpec": {"sink_len": 64}}[kind]
-    return [getattr(kv_cache_interface, kind)(**sizes, **more)] * LAYERS
+    latents = {"num_kv_heads": 1, "max_tp_shards": 1, "head_size": 512, "dtype": torch.uint8}
+    latents |= {"cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 584, "alignment": 576}
+    states = {"num_kv_heads": 1, "max_tp_shards": 1, "dtype": torch.float32, "alignment": 576}
+    specs: dict[str, Any] = {}
+    for layer, rate in enumerate((4, 128, 4)):
+        name = f"model.layers.{layer}.attn"
+        specs[name] = MLAAttentionSpec(
+            block_size=256, tokens_per_state=rate, model_version="deepseek_v4", **latents
+        )
+        specs[f"{name}.swa"] = SlidingWindowMLASpec(
+            block_size=64, sliding_window=128, model_version="deepseek_v4", **latents
+        )
+        size, window, width = (4, 8, 2048) if rate == 4 else (8, 128, 1024)
+        specs[f"{name}.compressor"] = SlidingWindowMLASpec(
+            block_size=size, sliding_window=window, head_size=width, **states
+        )
+    return specs
 
 
-@pytest.mark.parametrize("kind", ["SlidingWindowMLASpec", "SinkFullAttentionSpec"])
-def test_kinds_that_are_refused_are_named_in_one_line(config: Any, kind: str) -> None:
+@pytest.mark.parametrize("layout", ["BLNHC", "BLHNC"])
+def test_windows_of_latents(config: Any, layout: str) -> None:
     from kvtier.integrations.vllm.describe import describe_engine
 
-    specs = {f"model.layers.{layer}.attn": spec for layer, spec in enumerate(_refused(kind))}
+    config.cache_config.num_gpu_blocks_override = 400  # one of 4 tokens takes as much as one of 256
+    cache_config = lay_out(config, deepseek_v4_specs(), layout)
+    groups = describe_engine(config, cache_config, ConnectorRole.WORKER).groups
+    assert {group.sliding_window for group in groups} == {None, 8, 128}
+    assert sum(group.bytes_per_block for group in groups) == (
+        (2 * 64 + 2) * 584 + 3 * 64 * 584 + 2 * 4 * 2048 * 4 + 8 * 1024 * 4
+    ), "without padding"
+    move_and_compare(config, cache_config, layout)
+
+
+def test_a_kind_that_is_refused_is_named_in_one_line(config: Any) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
+
+    from kvtier.integrations.vllm.describe import describe_engine
+
+    spec = SinkFullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, sink_len=64
+    )
+    specs = {f"model.layers.{layer}.attn": spec for layer in range(LAYERS)}
     cache_config = lay_out(config, specs, "BLNHC")
-    with pytest.raises(InputError, match=f"got {kind} of layer model.layers.0.attn") as caught:
+    with pytest.raises(
+        InputError, match=r"got SinkFullAttentionSpec of layer model\.layers\.0\.attn"
+    ) as caught:
         describe_engine(config, cache_config)
     assert "\n" not in str(caught.value)

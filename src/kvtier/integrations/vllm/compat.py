@@ -144,6 +144,7 @@ CALLED = _read(
             KVCacheConfig.prefix_cacheable_group_ids
             MLAAttentionSpec
             MambaSpec.state_content_size_bytes
+            SlidingWindowMLASpec
             SlidingWindowSpec
             UniformTypeKVCacheSpecs
             get_kv_cache_spec_kind(kv_cache_spec)

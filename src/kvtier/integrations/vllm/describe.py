@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     group_kernel_blocks,
@@ -53,9 +54,12 @@ _SUPPORTED_SPECS = (
     FullAttentionSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SlidingWindowMLASpec,
     ChunkedLocalAttentionSpec,
     MambaSpec,
 )
+_LATENTS = (MLAAttentionSpec, SlidingWindowMLASpec)
+"""Specs of layers that keep one vector of a token, or of several tokens, instead of K and V."""
 _NUMBER_FORMATS = {
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -196,7 +200,7 @@ def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in kept_group_ids(kv_cache_config)]
     is_same = (
         kv_cache_config.kv_tp_replicas == ranks == parallel.world_size
-        and all(type(spec) is MLAAttentionSpec for group in groups for spec in layer_specs(group).values())
+        and all(type(spec) in _LATENTS for group in groups for spec in layer_specs(group).values())
         and vllm_config.speculative_config is None
     )
     return ranks if is_same else 1
@@ -290,7 +294,7 @@ def _page_bytes(kv_cache_config: KVCacheConfig) -> list[list[int]]:
     pages = []
     for group_id in kept_group_ids(kv_cache_config):
         specs = layer_specs(kv_cache_config.kv_cache_groups[group_id]).values()
-        parts = [1 if isinstance(spec, MLAAttentionSpec) else 2 for spec in specs]
+        parts = [1 if isinstance(spec, _LATENTS) else 2 for spec in specs]
         sizes = [content_bytes(spec) // part for spec, part in zip(specs, parts, strict=True)]
         pages.append([size for size, part in zip(sizes, parts, strict=True) for _ in range(part)])
     return pages
