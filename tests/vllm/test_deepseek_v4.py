@@ -19,7 +19,7 @@ from tests.vllm.device import on_gpu
 
 PROGRAM = Path(__file__).with_name("deepseek_v4.py")
 
-# The CPU's form of the model is new in that version. The program takes two minutes, longer on a busy machine.
+# The CPU's form of the model is new in it. The program takes two minutes, and longer on a busy machine.
 pytestmark = [pytest.mark.newest_vllm, pytest.mark.timeout(900)]
 
 
