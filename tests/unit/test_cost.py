@@ -112,3 +112,18 @@ def test_an_estimate_of_another_process_is_used_if_nothing_is_known() -> None:
     assert estimate.seconds(1000) == pytest.approx(1e-6)
     estimate.recall(2e-9)
     assert estimate.seconds_per_byte == 1e-9
+
+
+def test_ends_of_prompts_do_not_make_loads_look_as_if_they_saved_hours() -> None:
+    """A warm engine computes 36 tokens of each prompt, which takes about as long as a step that decodes."""
+    cost = CostModel()
+    assert cost.saved_seconds(1000) == 0.0
+    for _ in range(20):
+        cost.learn_step(36, 0.051)
+        cost.learn_step(0, 0.050)
+        cost.learn_step(None, 0.001)  # it waited for a tier
+    assert cost.compute_seconds(1000) == pytest.approx(51 / 36)
+    assert 0.001 / 36 * 1000 <= cost.saved_seconds(1000) < 0.06
+    for _ in range(20):
+        cost.learn_step(2048, 0.254)
+    assert cost.saved_seconds(1000) == pytest.approx(0.1, rel=0.02)

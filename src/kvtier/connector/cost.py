@@ -28,10 +28,15 @@ _HALF_LIFE = 64  # steps
 _FADING = 0.5 ** (1 / _HALF_LIFE)
 
 
-def prefill_tokens(num_scheduled_tokens: Mapping[ReqId, int]) -> int:
-    """Count the tokens of a step that computes a prompt; 0 if its requests, however many, only decode."""
+def prefill_tokens(num_scheduled_tokens: Mapping[ReqId, int]) -> int | None:
+    """Count the tokens of a step that computes a prompt; 0 if its requests, however many, only decode.
+
+    `None` means that the step computes nothing.
+    """
+    if not num_scheduled_tokens:
+        return None
     tokens = num_scheduled_tokens.values()
-    return sum(tokens) if max(tokens, default=0) >= _MIN_PREFILL_TOKENS else 0
+    return sum(tokens) if max(tokens) >= _MIN_PREFILL_TOKENS else 0
 
 
 class StepTimer:
@@ -42,14 +47,14 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self._in_flight: deque[tuple[float, int]] = deque(maxlen=_MAX_IN_FLIGHT)
+        self._in_flight: deque[tuple[float, int | None]] = deque(maxlen=_MAX_IN_FLIGHT)
         self._last_end = float("-inf")
 
-    def begin(self, now: float, num_tokens: int) -> None:
-        """Record that a step of `num_tokens` tokens has been scheduled."""
+    def begin(self, now: float, num_tokens: int | None) -> None:
+        """Record that a step has been scheduled, of `num_tokens` tokens as `prefill_tokens` counts them."""
         self._in_flight.append((now, num_tokens))
 
-    def end(self, now: float) -> tuple[int, float] | None:
+    def end(self, now: float) -> tuple[int | None, float] | None:
         """End the oldest step and return its tokens and seconds, or `None` if none is in flight."""
         if not self._in_flight:
             return None
@@ -110,14 +115,22 @@ class CostModel:
         self.promotions: defaultdict[str, CostEstimate] = defaultdict(CostEstimate)
         self.lookups: defaultdict[str, CostEstimate] = defaultdict(CostEstimate)
         self._seconds_per_token: float | None = None
+        self._more_per_token: float | None = None  # as above, beyond the time of a step that only decodes
+        self._decode_seconds = 0.0
         self.slowest_step = 0.0
         """Seconds of the slowest recent step; this maximum falls by half in `_HALF_LIFE` steps."""
 
-    def learn_step(self, num_tokens: int, seconds: float) -> None:
+    def learn_step(self, num_tokens: int | None, seconds: float) -> None:
         """Learn from a step of `num_tokens` tokens, as `prefill_tokens` counts them."""
         self.slowest_step = max(seconds, self.slowest_step * _FADING)
-        if num_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
+        if num_tokens is None or seconds <= 0:
+            return
+        if num_tokens >= _MIN_PREFILL_TOKENS:
+            more = max(0.0, seconds - self._decode_seconds)
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
+            self._more_per_token = _blend(self._more_per_token, more / num_tokens)
+        else:
+            self._decode_seconds = _blend(self._decode_seconds or None, seconds)
 
     def promotion_seconds(self, costs: Iterable[TierCost]) -> float | None:
         """Estimate how long promotions take behind those that are queued. Tiers work in parallel.
@@ -141,6 +154,14 @@ class CostModel:
     def compute_seconds(self, num_tokens: int) -> float | None:
         """Estimate how long it takes to compute tokens; `None` means that nothing is known yet."""
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
+
+    def saved_seconds(self, num_tokens: int) -> float:
+        """Estimate the time of computing tokens in steps that would have run anyway.
+
+        Where only the ends of prompts are computed, that is far less than `compute_seconds`: a short step
+        takes about as long as one that only decodes.
+        """
+        return num_tokens * (self._more_per_token or 0.0)
 
     def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
         """Return whether waiting and then loading should be faster than computing the tokens."""

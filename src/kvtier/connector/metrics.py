@@ -88,9 +88,8 @@ class ConnectorStats:
             loaded = sum(explanation.from_tiers.values())
             self.asked_tokens += loaded + explanation.recomputed
             self.loaded_tokens += loaded
-            compute = cost.compute_seconds(loaded)
-            if compute is not None and explanation.load_seconds is not None:
-                self.saved_seconds += max(0.0, compute - explanation.load_seconds)
+            if explanation.load_seconds is not None:
+                self.saved_seconds += max(0.0, cost.saved_seconds(loaded) - explanation.load_seconds)
 
 
 _COUNTERS = texts_of(ConnectorStats, MetricKind.COUNTER)
