@@ -116,7 +116,7 @@ class CostModel:
         self.lookups: defaultdict[str, CostEstimate] = defaultdict(CostEstimate)
         self._seconds_per_token: float | None = None
         self._more_per_token: float | None = None  # as above, beyond the time of a step that only decodes
-        self._decode_seconds = 0.0
+        self._decode_seconds: float | None = None
         self.slowest_step = 0.0
         """Seconds of the slowest recent step; this maximum falls by half in `_HALF_LIFE` steps."""
 
@@ -126,11 +126,11 @@ class CostModel:
         if num_tokens is None or seconds <= 0:
             return
         if num_tokens >= _MIN_PREFILL_TOKENS:
-            more = max(0.0, seconds - self._decode_seconds)
+            more = max(0.0, seconds - (self._decode_seconds or 0.0))
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
             self._more_per_token = _blend(self._more_per_token, more / num_tokens)
         else:
-            self._decode_seconds = _blend(self._decode_seconds or None, seconds)
+            self._decode_seconds = _blend(self._decode_seconds, seconds)
 
     def promotion_seconds(self, costs: Iterable[TierCost]) -> float | None:
         """Estimate how long promotions take behind those that are queued. Tiers work in parallel.
