@@ -41,6 +41,7 @@ from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.compat import HOST_HITS, warn_of_version
 from kvtier.integrations.vllm.describe import (
     KVTierHandshake,
+    awaits_sizes,
     describe_engine,
     find_pages,
     kept_group_ids,
@@ -145,8 +146,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if ours is ConnectorRole.SCHEDULER:
             warn_of_version()
             _ask_for_recompute(vllm_config)
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        self._awaits_handshake = ours is ConnectorRole.SCHEDULER and stages > 1
+        self._awaits_handshake = ours is ConnectorRole.SCHEDULER and awaits_sizes(
+            vllm_config, kv_cache_config
+        )
         if not self._awaits_handshake:
             self._make_half(describe_engine(vllm_config, kv_cache_config, ours), ours)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,13 @@ def describe_engine(
         bytes_by_rank = gather_bytes_by_rank(describe, parallel.tensor_parallel_size)
     events = vllm_config.kv_events_config
     groups = _describe_groups(kv_cache_config)
+    if role is ConnectorRole.WORKER and not bytes_by_rank and awaits_sizes(vllm_config, kv_cache_config):
+        bytes_by_rank = (tuple(group.bytes_per_block for group in groups),) * parallel.world_size
+    if role is ConnectorRole.SCHEDULER and bytes_by_rank:
+        groups = tuple(
+            replace(group, bytes_per_block=size)
+            for group, size in zip(groups, bytes_by_rank[0], strict=True)
+        )
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     settings = KVTierConfig.from_dict(transfer.kv_connector_extra_config)
     number_format = _number_format(vllm_config)
@@ -148,6 +155,24 @@ def describe_engine(
         may_load=transfer.is_kv_consumer,  # and so is `kv_both`
         may_store=transfer.is_kv_producer,
     )
+
+
+def awaits_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether the scheduler's side has to be told the sizes of blocks by the workers.
+
+    It has the KV cache config of the first pipeline stage, and in it one spec for all layers of a group. So
+    it cannot see that layers of latents have pages of different size.
+    """
+    groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in kept_group_ids(kv_cache_config)]
+    latents = [
+        name for group in groups for name, spec in layer_specs(group).items() if isinstance(spec, _LATENTS)
+    ]
+    shapes = {
+        (tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        if set(tensor.layers) & set(latents)
+    }
+    return bool(vllm_config.parallel_config.pipeline_parallel_size > 1 or len(shapes) > 1)
 
 
 def _writes_before_fence(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
